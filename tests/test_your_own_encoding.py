@@ -41,7 +41,7 @@ class LeakyGate(Encoding):
         opened = jnp.zeros(shape.num_heads)
         return {"gate": Parameter(gate, ("embed", "heads"), decay=True), "open": Parameter(opened, ("heads",))}
 
-    def running_sum(self, params, x):
+    def running_sum(self, params, x, earlier):
         forget = self.floor + (1 - self.floor) * jax.nn.sigmoid(x.astype(jnp.float32) @ params["gate"])
         return jnp.log(forget)
 

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from pe_lab.errors import ConfigError
 from pe_lab.positional import LayerHooks
+from pe_lab.positional.hooks import call_for_array
 
 
 @jax.tree_util.register_dataclass
@@ -33,7 +34,7 @@ class PositionBias:
         def of_row(queries: jax.Array, keys: jax.Array) -> jax.Array:
             total = jnp.zeros((), jnp.float32)
             for (encoding, _, heads), params in zip(self.hooks, self.params, strict=True):
-                found = jnp.asarray(encoding.bias(params, queries, keys))
+                found = call_for_array(encoding, "bias", params, queries, keys)
                 wanted = (num_heads, *queries.shape, *keys.shape)
                 if found.shape not in (wanted, (1, *wanted[1:])):
                     raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,14 +10,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from pe_lab.attention.bias import PositionBias, on_heads
 from pe_lab.attention.key_block import MASKED, LogitsOfRows
+from pe_lab.attention.running_sums import running_sum, tokens_before
 from pe_lab.errors import ConfigError, UnsupportedError
-from pe_lab.parallel import balanced_order, context_size
+from pe_lab.parallel import balanced_order, context_size, padded_length
 from pe_lab.positional import Encoding, HeadShape, LayerHooks, has
-from pe_lab.positional.hooks import parameter_settings
+from pe_lab.positional.hooks import call, call_for_array, parameter_settings
 
 
 @jax.tree_util.register_dataclass
@@ -56,7 +58,10 @@ def hook_features(hooks: Sequence[LayerHooks], positions: bool) -> set[str]:
 
 
 def _wrong(encoding: Encoding, hook: str, found: Any, wanted: str) -> ConfigError:
-    shapes = [list(jnp.shape(x)) for x in found] if isinstance(found, tuple) else list(jnp.shape(found))
+    def shape(x: Any) -> Any:
+        return list(x.shape) if hasattr(x, "shape") else type(x).__name__
+
+    shapes = [shape(x) for x in found] if isinstance(found, tuple) else shape(found)
     return ConfigError(f"{type(encoding).__name__}.{hook} returned shape {shapes}; it must return {wanted}.")
 
 
@@ -70,46 +75,25 @@ def index_positions(length: int) -> Int[np.ndarray, "1 T"]:
 def hook_inputs(
     hooks: Hooks,
     x: Float[Array, "B T D"],
-    before: Sequence[Float[Array, "B *sums"]] | None = None,
+    before: Sequence[Shaped[Array, "B *state"]] | None = None,
     segments: Int[Array, "B T"] | None = None,
-) -> tuple[list[Array], list[Float[Array, "B T *sums"]]]:
-    """What each encoding takes for x: x itself, or its running sum; and the running sums.
+) -> tuple[list[Array], list[Shaped[Array, "B T *state"]]]:
+    """What each encoding takes for x: x itself, or its running sum; and the states of the running sums.
 
     Args:
-      before: the sums up to the token before, of those encodings that have one; None: x begins with the first token.
+      before: of the encodings that have a sum, the states after the token before; None: x begins with the first token.
       segments: document of each token; a sum begins with its document.
     """
     inputs: list[Array] = [x] * len(hooks.hooks)
-    sums = []
-    parts, length = context_size(), x.shape[1]
-    for n, one, params in hooks.having("running_sum"):
-        terms = jnp.asarray(one.encoding.running_sum(params, x))
+    states = []
+    for n, (encoding, _, _), params in hooks.having("running_sum"):
+        terms = call_for_array(encoding, "running_sum", params, x, functools.partial(tokens_before, segments=segments))
         if terms.ndim < 2 or terms.shape[:2] != x.shape[:2]:
-            raise _wrong(one.encoding, "running_sum", terms, f"[B, T, ...], with B {x.shape[0]} and T {length}")
-        terms = terms.astype(jnp.float32)
-        if before is not None:
-            terms = terms.at[:, 0].add(before[len(sums)])
-        if parts > 1:
-            order = np.asarray(balanced_order(length, parts))
-            back = np.argsort(order)
-            documents = None if segments is None else segments[:, back]
-            total = _summed(terms[:, back], documents)[:, order]
-        else:
-            total = _summed(terms, segments)
-        inputs[n] = total
-        sums.append(total)
-    return inputs, sums
-
-
-def _summed(terms: Float[Array, "B T *sums"], segments: Int[Array, "B T"] | None) -> Float[Array, "B T *sums"]:
-    """Sums over all tokens up to and including each, from the beginning of its document on."""
-    total = jnp.cumsum(terms, axis=1)
-    if segments is None:
-        return total
-    begins = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
-    first = jax.lax.cummax(jnp.where(begins, jnp.arange(terms.shape[1]), 0), axis=1)
-    earlier = jnp.take_along_axis(total - terms, first.reshape(*first.shape, *[1] * (terms.ndim - 2)), axis=1)
-    return total - earlier
+            raise _wrong(encoding, "running_sum", terms, f"[B, T, ...], with B {x.shape[0]} and T {x.shape[1]}")
+        since = None if before is None else before[len(states)]
+        inputs[n], state = running_sum(terms.astype(jnp.float32), segments, since, encoding.sums_angles)
+        states.append(state)
+    return inputs, states
 
 
 def encode(
@@ -122,9 +106,9 @@ def encode(
     """Queries and keys after all `encode` hooks; keys of H heads where a hook acts on a part of a group."""
     H, G = query.shape[2], key.shape[2]
     for n, (encoding, _, heads), params in hooks.having("encode"):
-        found = encoding.encode(params, query, key[:, :, :: key.shape[2] // G], positions, inputs[n])
+        found = call(encoding, "encode", params, query, key[:, :, :: key.shape[2] // G], positions, inputs[n])
         wanted = f"queries [B, T, {H}, K] and keys [B, T, {G}, K] of one K, with B, T {list(query.shape[:2])}"
-        if not isinstance(found, tuple) or len(found) != 2 or any(jnp.ndim(one) != 4 for one in found):
+        if not isinstance(found, tuple) or len(found) != 2 or any(getattr(one, "ndim", 0) != 4 for one in found):
             raise _wrong(encoding, "encode", found, wanted)
         q, k = (one.astype(query.dtype) for one in found)
         if q.shape[:3] != query.shape[:3] or k.shape[:3] != (*query.shape[:2], G) or q.shape[3] != k.shape[3]:
@@ -177,7 +161,7 @@ def key_bias(hooks: Hooks, inputs: Sequence[Array], num_heads: int) -> Float[Arr
     """The sum of the `key_bias` hooks, float32."""
     total = None
     for n, (encoding, _, heads), params in hooks.having("key_bias"):
-        found = jnp.asarray(encoding.key_bias(params, inputs[n]))
+        found = call_for_array(encoding, "key_bias", params, inputs[n])
         wanted = (inputs[n].shape[0], num_heads, inputs[n].shape[1])
         if found.shape != wanted:
             raise _wrong(encoding, "key_bias", found, f"[B, H, S], which is {list(wanted)}")
@@ -196,7 +180,7 @@ def sink(hooks: Hooks, num_heads: int) -> Float[Array, " H"] | None:
     """The `sink` hooks as one logit per head."""
     total = None
     for _, (encoding, _, heads), params in hooks.having("sink"):
-        found = jnp.asarray(encoding.sink(params))
+        found = call_for_array(encoding, "sink", params)
         if found.shape != (num_heads,):
             raise _wrong(encoding, "sink", found, f"[H], which is [{num_heads}]")
         found = found.astype(jnp.float32)
@@ -211,7 +195,7 @@ def output(
 ) -> Float[Array, "B T H K"]:
     """The output of attention after all `output` hooks."""
     for n, (encoding, _, heads), params in hooks.having("output"):
-        found = jnp.asarray(encoding.output(params, inputs[n], out, value))
+        found = call_for_array(encoding, "output", params, inputs[n], out, value)
         if found.shape != out.shape:
             raise _wrong(encoding, "output", found, f"[B, T, H, K], which is {list(out.shape)}")
         found = found.astype(out.dtype)
@@ -226,7 +210,7 @@ class CachedSizes:
     key_channels: int
     key_heads: int
     key_bias: bool
-    sums: tuple[tuple[int, ...], ...]  # the shape of each, without batch and tokens
+    sums: tuple[tuple[tuple[int, ...], str], ...]  # the shape of each state, without batch and tokens, and its dtype
 
 
 def cached_sizes(hooks: tuple[LayerHooks, ...], shape: HeadShape) -> CachedSizes:
@@ -236,14 +220,16 @@ def cached_sizes(hooks: tuple[LayerHooks, ...], shape: HeadShape) -> CachedSizes
 
     def arrays(params: Any, q: Array, k: Array, x: Array) -> tuple[Array, list[Array], Array | None]:
         bound = Hooks(params, hooks)
-        inputs, sums = hook_inputs(bound, x)
-        _, key = encode(bound, q, k, jnp.zeros((1, 1), jnp.int32), inputs)
-        return key, sums, key_bias(bound, inputs, shape.num_heads)
+        inputs, states = hook_inputs(bound, x)
+        _, key = encode(bound, q, k, jnp.zeros((1, T), jnp.int32), inputs)
+        return key, states, key_bias(bound, inputs, shape.num_heads)
 
     H, G, K, D = shape
+    T = padded_length(1, context_size())  # the shortest sequence of this mesh
     float32 = lambda *axes: jax.ShapeDtypeStruct(axes, jnp.float32)  # noqa: E731
     params = tuple(
         {name: one.value for name, one in parameter_settings(hook.encoding, shape).items()} for hook in hooks
     )
-    key, sums, bias = jax.eval_shape(arrays, params, float32(1, 1, H, K), float32(1, 1, G, K), float32(1, 1, D))
-    return CachedSizes(key.shape[3], key.shape[2], bias is not None, tuple(one.shape[2:] for one in sums))
+    key, states, bias = jax.eval_shape(arrays, params, float32(1, T, H, K), float32(1, T, G, K), float32(1, T, D))
+    sums = tuple((one.shape[2:], one.dtype.name) for one in states)
+    return CachedSizes(key.shape[3], key.shape[2], bias is not None, sums)

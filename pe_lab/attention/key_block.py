@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from pe_lab.attention.bias import PositionBias
 from pe_lab.errors import ConfigError, UnsupportedError
 from pe_lab.positional import LayerHooks, angles
+from pe_lab.positional.hooks import call_for_array
 
 Queries = Float[Array, "B T H K"]  # of whole sequences
 Keys = Float[Array, "B T G K"]
@@ -64,7 +65,7 @@ class LogitsOfRows:
         """
         seen, H = logits > FLOOR, logits.shape[1]
         for (encoding, _, heads), params in zip(self.hooks, self.params, strict=True):
-            found = jnp.asarray(encoding.logits(params, self.query, logits))
+            found = call_for_array(encoding, "logits", params, self.query, logits)
             if found.shape != logits.shape:
                 raise ConfigError(
                     f"{type(encoding).__name__}.logits returned shape {list(found.shape)}; it must return that of the "

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from pe_lab.attention import CacheView, cached_attention, encode_keys, encode_queries
 from pe_lab.attention.hooks import (
@@ -85,14 +85,14 @@ class Layout:
 class Slots(NamedTuple):
     """One layer of the pattern of a run, over the run's R repetitions. Keys and values in the compute dtype.
 
-    `key_bias` and `sums` are of layers whose hooks have them, in float32: the bias of every slot, and the running sums
-    up to the last token.
+    `key_bias` and `sums` are of layers whose hooks have them: the bias of every slot, in float32, and the states of
+    the running sums after the last token.
     """
 
     key: Float[Array, "R B heads S K"]
     value: Float[Array, "R B G S K"]
     key_bias: Float[Array, "R B H S 1"] | None = None
-    sums: tuple[Float[Array, "R B *sums"], ...] = ()
+    sums: tuple[Shaped[Array, "R B *state"], ...] = ()
 
 
 @jax.tree_util.register_dataclass
@@ -181,7 +181,7 @@ def allocate(config: ModelConfig, layout: Layout, batch: int) -> Cache:
             empty(run, cached.heads, cached, sizes.key_channels, config.dtype),
             empty(run, config.kv_heads, cached, config.head_dim, config.dtype),
             empty(run, config.heads, cached, 1, "float32") if sizes.key_bias else None,
-            tuple(jnp.zeros((run.repeats, batch, *shape), jnp.float32) for shape in sizes.sums),
+            tuple(jnp.zeros((run.repeats, batch, *shape), dtype) for shape, dtype in sizes.sums),
         )
 
     found = tuple(
@@ -228,7 +228,7 @@ def write(
     value: Float[Array, "B C G V"],
     chunk: Chunk,
     key_bias: Float[Array, "B H C"] | None = None,
-    sums: Sequence[Float[Array, "B C *sums"]] = (),
+    sums: Sequence[Shaped[Array, "B C *state"]] = (),
 ) -> Slots:
     """The slots after the new tokens of each row are written to repetition `at`; keys and values as they are cached.
 
@@ -253,7 +253,7 @@ def write(
         return jax.lax.dynamic_update_slice_in_dim(old, fresh[None], at, 0)
 
     def put_sum(old: jax.Array, new: jax.Array) -> jax.Array:
-        """The sum up to the last real token; the former one where there is none."""
+        """The state after the last real token; the former one where there is none."""
         last = jnp.maximum(chunk.real - 1, 0)
         latest = jnp.take_along_axis(new, last.reshape(-1, *[1] * (new.ndim - 1)), axis=1)[:, 0]
         some = (chunk.real > 0).reshape(-1, *[1] * (latest.ndim - 1))

@@ -24,7 +24,7 @@ from pe_lab.model.decoder import Model, Params, layer_arrays
 from pe_lab.model.learned import learned_of_layer
 from pe_lab.parallel import AxisRules, make_mesh, use_mesh
 from pe_lab.positional import Layer, Schedule, build_schedule, label
-from pe_lab.positional.registry import is_external
+from pe_lab.positional.hooks import is_external
 
 LENGTH = 24  # tokens of a sequence
 SHIFT = 20_000  # how far positions are moved: across two steps of a temperature by floor(n / 8192)

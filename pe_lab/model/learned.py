@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from pe_lab.errors import ConfigError
 from pe_lab.model.shape import Run
 from pe_lab.positional import Encoding, HeadShape, LayerHooks, LayerStructure
 from pe_lab.positional.codec import ranges
-from pe_lab.positional.hooks import has, initial
+from pe_lab.positional.hooks import call, has, initial
 from pe_lab.positional.registry import registered_name
 
 if TYPE_CHECKING:
@@ -113,7 +114,10 @@ def penalized(learned: Mapping[str, tuple[Encoding, tuple[int, ...]]]) -> list[s
 def penalty(learned: Mapping[str, tuple[Encoding, tuple[int, ...]]], params: Params) -> jax.Array:
     """The sum of the penalties over layers, nats per token."""
     of_encodings = params["layers"]["positional"]
-    return sum(jax.vmap(learned[name][0].penalty)(of_encodings[name]).sum() for name in penalized(learned))
+    return sum(
+        jax.vmap(functools.partial(call, learned[name][0], "penalty"))(of_encodings[name]).sum()
+        for name in penalized(learned)
+    )
 
 
 def carried(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pe_lab.errors import ConfigError
-from pe_lab.positional.hooks import Encoding
+from pe_lab.positional.hooks import Encoding, call
 from pe_lab.positional.registry import ENCODINGS, register
 from pe_lab.positional.scalings import SCALINGS, Scaling, require
 
@@ -134,7 +134,7 @@ def frequencies(encoding: Encoding, head_dim: int, length: int | None = None) ->
     if not isinstance(encoding, Encoding):
         names = ", ".join(kind.__name__ for kind in ENCODINGS.values())
         raise ConfigError(f"{encoding!r} is not a positional encoding; use one of {names}.")
-    found = encoding.frequencies(head_dim, length)
+    found = call(encoding, "frequencies", head_dim, length)
     name, wanted = type(encoding).__name__, (head_dim // 2,)
     require(
         isinstance(found, tuple) and len(found) == 2,

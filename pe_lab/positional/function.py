@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from pe_lab.config import OMIT_DEFAULT
 from pe_lab.errors import ConfigError, EncodingError
-from pe_lab.positional.hooks import Encoding, Params
+from pe_lab.positional.hooks import Encoding, Params, call
 from pe_lab.positional.registry import register, source_of
 from pe_lab.positional.scalings import require
 
@@ -91,7 +91,7 @@ class Function(Encoding):
         positions = jnp.broadcast_to(positions, q.shape[:2])
 
         def applied(inputs: Array) -> Array:
-            out = jnp.asarray(f(inputs, positions, inputs.shape[-1], **settings))
+            out = jnp.asarray(call(f, "", inputs, positions, inputs.shape[-1], **settings))
             require(
                 out.shape == inputs.shape,
                 f"{self.name} returned shape {list(out.shape)} for inputs {list(inputs.shape)}; it must keep theirs.",

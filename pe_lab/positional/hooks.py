@@ -6,7 +6,9 @@ gives it the name by which recipes, texts and checkpoints know it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+import traceback
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
@@ -14,10 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from pe_lab.errors import ConfigError
+from pe_lab.errors import ConfigError, UserError
 from pe_lab.positional.scalings import Checked
 
 Params = Mapping[str, Array]
+Earlier = Callable[[Array, int], Array]
 
 
 class HeadShape(NamedTuple):
@@ -61,6 +64,7 @@ class Encoding(Checked):
       content: the encoding depends on the hidden states x, not only on positions.
       exact_cache: a token's encoded key, key bias and output do not depend on later tokens or on the length, so that
         decoding with a KV cache is exact. False: every new token takes a pass over the whole sequence.
+      sums_angles: the terms of `running_sum` are radians, and their sum is kept modulo 2 pi, exact at any length.
     """
 
     display_name: ClassVar[str] = ""
@@ -68,6 +72,7 @@ class Encoding(Checked):
     relative: ClassVar[bool] = False
     content: ClassVar[bool] = False
     exact_cache: ClassVar[bool] = True
+    sums_angles: ClassVar[bool] = False
 
     # Of the schedule: computed on the host, in float64, and outside the gradient.
 
@@ -90,10 +95,15 @@ class Encoding(Checked):
         """The parameters of one layer; those that change no function at their initial value let surgery add them."""
         return {}
 
-    def running_sum(self, params: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T *sums"]:
-        """A term per token. Its float32 sum over all tokens up to and including each takes the place of x in hooks.
+    def running_sum(self, params: Params, x: Float[Array, "B T D"], earlier: Earlier) -> Float[Array, "B T *sums"]:
+        """A term per token. Its sum over the tokens of the document, up to and including each, replaces x in hooks.
 
         A KV cache keeps the sum of the last token, so that a hook with a running sum is exact under a cache.
+
+        Args:
+          earlier: (y [B, T, ...], n) -> y of the token n places earlier in the same document, 0 where there is none.
+            Other hooks compute each token from itself: on a mesh with a context axis, neighbours in x are no neighbours
+            in the sequence. A KV cache does not have earlier tokens: `exact_cache` is False for what reads them.
         """
         raise NotImplementedError
 
@@ -173,6 +183,50 @@ class LayerHooks(NamedTuple):
     heads: tuple[int, ...] = ()
 
 
+def is_external(kind: Any) -> bool:
+    """Whether a class or a function is not pe_lab's own."""
+    return kind.__module__.partition(".")[0] != "pe_lab"
+
+
+def call(owner: Any, method: str, *arguments: Any, **settings: Any) -> Any:
+    """What a method of an encoding returns, or a function that is one (`method` is ""): an error of theirs names them.
+
+    Raises:
+      ConfigError: code from outside raised something; says what and in which line.
+    """
+    function = getattr(owner, method) if method else owner
+    kind = type(owner) if method else owner
+    try:
+        return function(*arguments, **settings)
+    except UserError:
+        raise
+    except Exception as error:
+        if not is_external(kind):
+            raise
+        lines = traceback.extract_tb(error.__traceback__)
+        file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+        at = next((line for line in reversed(lines) if line.filename == file), lines[-1])
+        message = next((line for line in str(error).splitlines() if line.strip()), "").strip()
+        raise ConfigError(
+            f"{kind.__qualname__}{method and '.'}{method} raised {type(error).__name__}: {message} "
+            f"({at.filename}, line {at.lineno}: {at.line})"
+        ) from error
+
+
+def call_for_array(encoding: Encoding, method: str, *arguments: Any) -> Array:
+    """`call` for a hook that returns one array.
+
+    Raises:
+      ConfigError: it returned something else.
+    """
+    found = call(encoding, method, *arguments)
+    try:
+        return jnp.asarray(found)
+    except (TypeError, ValueError):
+        name = f"{type(encoding).__name__}.{method}"
+        raise ConfigError(f"{name} returned a {type(found).__name__}; it must return an array.") from None
+
+
 def initial(encoding: Encoding, shape: HeadShape, key: Array) -> dict[str, Parameter]:
     """The parameters of one layer, checked.
 
@@ -180,7 +234,7 @@ def initial(encoding: Encoding, shape: HeadShape, key: Array) -> dict[str, Param
       ConfigError: names the encoding and what `init` returned.
     """
     name = type(encoding).__name__
-    found = encoding.init(key, shape)
+    found = call(encoding, "init", key, shape)
     if not isinstance(found, Mapping):
         raise ConfigError(f"{name}.init returned {type(found).__name__}; it must return a dict of Parameter(...).")
     for field, parameter in found.items():

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from pe_lab.config import register_kind
 from pe_lab.errors import ConfigError, EncodingError, UserError
-from pe_lab.positional.hooks import HOOKS, Encoding
+from pe_lab.positional.hooks import HOOKS, Encoding, is_external
 
 Kind = TypeVar("Kind", bound=type[Encoding])
 
@@ -110,11 +110,6 @@ def registered_name(encoding: Any) -> str:
         if kind is type(encoding):
             return name
     raise ConfigError(f"{encoding!r} is no registered encoding: write @register('NAME') above its class.")
-
-
-def is_external(kind: type) -> bool:
-    """Whether a class is not pe_lab's own."""
-    return kind.__module__.partition(".")[0] != "pe_lab"
 
 
 def source_of(kind: Any) -> Source:

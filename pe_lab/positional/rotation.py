@@ -7,6 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int, UInt32
 
 from pe_lab.errors import ConfigError
@@ -47,27 +48,88 @@ def multiply_high(a: jax.Array, b: jax.Array) -> jax.Array:
     return a_high * b_high + (middle >> 16) + (middle_2 >> 16)
 
 
-def angles(fixed_freq: UInt32[Array, "*rows R 2"], positions: Int[Array, "B T"]) -> Float[Array, "B T *rows R"]:
-    """Rotation angles in [-pi, pi], float32, exact to 5e-7 rad at any position below 2^31.
-
-    Args:
-      fixed_freq: see `fixed_point_frequencies`.
-      positions: token positions, not negative.
-    """
-    position = positions.astype(jnp.uint32).reshape(positions.shape + (1,) * (fixed_freq.ndim - 1))
-    high, low = fixed_freq[..., 0], fixed_freq[..., 1]
-    fraction = position * high + multiply_high(position, low)  # wraps at 2^32, one full rotation
+def radians(fraction: UInt32[Array, "*shape"] | Int[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """The angle in [-pi, pi] of a fraction of a full rotation, in units of 2^-32; float32."""
     signed = jax.lax.bitcast_convert_type(fraction, jnp.int32).astype(jnp.float32)
     return signed * jnp.float32(2 * math.pi / 2**32)
 
 
+# x / 2 pi is x / 2^13 times 2^13 / 2 pi, of which these are the whole part and the 64 bits of the fraction.
+_LARGEST_ANGLE = 2.0**13
+_WHOLE, _HIGH, _LOW = 1303, 0xCC1B7272, 0x20A94FE1
+
+
+def fraction_of_rotation(angle: Float[Array, "*shape"]) -> tuple[UInt32[Array, "*shape"], UInt32[Array, "*shape"]]:
+    """`fixed_point_frequencies` on the device: the words of angle / 2 pi modulo 1, exact to 1e-16 of a full rotation.
+
+    Args:
+      angle: radians, float32, of either sign; angles of 2^13 and more are reduced in float32.
+    """
+    angle = angle.astype(jnp.float32)
+    angle = jnp.where(jnp.abs(angle) < _LARGEST_ANGLE, angle, jnp.fmod(angle, jnp.float32(2 * math.pi)))
+    word = lambda x: jnp.uint32(x)  # noqa: E731
+    # Products with powers of two, differences from the whole part and these conversions are exact.
+    scaled = jnp.abs(angle) * jnp.float32(2**32 / _LARGEST_ANGLE)
+    whole = jnp.floor(scaled)
+    high, low = whole.astype(jnp.uint32), ((scaled - whole) * jnp.float32(2.0**32)).astype(jnp.uint32)
+    parts = (
+        (high * word(_WHOLE) + multiply_high(low, word(_WHOLE)), low * word(_WHOLE)),
+        (multiply_high(high, word(_HIGH)), high * word(_HIGH)),
+        (word(0), multiply_high(high, word(_LOW))),
+        (word(0), multiply_high(low, word(_HIGH))),
+    )
+    high, low = word(0), word(0)
+    for more_high, more_low in parts:
+        low = low + more_low
+        high = high + more_high + (low < more_low).astype(jnp.uint32)
+    negative = angle < 0
+    return jnp.where(negative, ~high + (low == 0), high), jnp.where(negative, ~low + word(1), low)
+
+
+def angles(
+    freq: UInt32[Array, "*rows R 2"] | Float[Array, "*rows R"], positions: Int[Array, "B T"]
+) -> Float[Array, "B T *rows R"]:
+    """Rotation angles in [-pi, pi], float32, exact to 5e-7 rad at any position below 2^31.
+
+    Args:
+      freq: frequencies, fixed: see `fixed_point_frequencies`; or learned: float32 radians per position, below 2^13 in
+        size, with the gradient of position times frequency.
+      positions: token positions, not negative.
+    """
+    if jnp.issubdtype(freq.dtype, jnp.floating):
+        return _learned_angles(jnp.asarray(freq, jnp.float32), positions)
+    position = positions.astype(jnp.uint32).reshape(positions.shape + (1,) * (freq.ndim - 1))
+    high, low = freq[..., 0], freq[..., 1]
+    return radians(position * high + multiply_high(position, low))  # wraps at 2^32, one full rotation
+
+
+@jax.custom_jvp
+def _learned_angles(freq: Float[Array, "*rows R"], positions: Int[Array, "B T"]) -> Float[Array, "B T *rows R"]:
+    exact = angles(jnp.stack(fraction_of_rotation(freq), axis=-1), positions)
+    return jnp.where(jnp.isfinite(freq), exact, jnp.nan)  # which no integer can say
+
+
+@_learned_angles.defjvp
+def _learned_angles_derivative(primals, tangents):  # noqa: ANN001, ANN202
+    # Of the product; the remainder modulo 2 pi has the same derivative.
+    freq, positions = primals
+    by_position = positions.astype(jnp.float32).reshape(positions.shape + (1,) * freq.ndim)
+    return _learned_angles(freq, positions), by_position * tangents[0]
+
+
 def rotation_tables(
-    fixed_freq: UInt32[Array, "*rows R 2"],
+    freq: UInt32[Array, "*rows R 2"] | Float[Array, "*rows R"],
     gain: Float[Array, "*rows R"],
     positions: Int[Array, "B T"],
 ) -> tuple[Float[Array, "B T *rows R"], Float[Array, "B T *rows R"]]:
-    """cos and sin of every pair's angle at every position, times the pair's gain; float32."""
-    angle = angles(fixed_freq, positions)
+    """cos and sin of every pair's angle at every position, times the pair's gain; float32.
+
+    Args:
+      freq: as in `angles`: of the schedule, or learned.
+      gain: amplitude of each pair.
+      positions: token positions, not negative.
+    """
+    angle = angles(freq, positions)
     return jnp.cos(angle) * gain, jnp.sin(angle) * gain
 
 
@@ -77,7 +139,7 @@ def rotate(
 ) -> Float[Array, "B T H K"]:
     """Rotates pair r (channels r and r + R) of every head; in float32, returned in the dtype of `x`.
 
-    The gradient of the tables is zero.
+    Tables that are learned have their gradient; where they are not, as those of a schedule, it costs nothing.
     """
     # Zero-filled shifts by half the channels fuse with the products into one loop, on a CPU too. Splitting and
     # concatenating halves does not, nor does jnp.roll under every XLA (docs/log.md).
@@ -90,16 +152,30 @@ def rotate(
 
 
 def _rotate_forward(x, cos, sin):  # noqa: ANN001, ANN202
-    return rotate(x, cos, sin), (cos, sin)
+    # Queries and keys are kept for the gradient of learned tables alone.
+    learned = cos.perturbed or sin.perturbed
+    x, cos, sin = (jnp.asarray(one.value) for one in (x, cos, sin))
+    return rotate(x, cos, sin), (x if learned else None, cos, sin)
 
 
-def _rotate_backward(tables, d_out):  # noqa: ANN001, ANN202
+def _rotate_backward(saved, d_out):  # noqa: ANN001, ANN202
     # The transpose of a rotation is the rotation by the opposite angle.
-    cos, sin = tables
-    return rotate(d_out, cos, -sin), jnp.zeros_like(cos), jnp.zeros_like(sin)
+    x, cos, sin = saved
+    if isinstance(d_out, SymbolicZero):
+        return None, None, None
+    d_x = rotate(d_out, cos, -sin)
+    if x is None:
+        return d_x, None, None
+    (a, b), (d_a, d_b) = (jnp.split(one.astype(jnp.float32), 2, axis=-1) for one in (x, d_out))
+
+    def of_table(d: jax.Array, table: jax.Array) -> jax.Array:
+        shared = tuple(n for n, size in enumerate(table.shape) if size == 1 != d.shape[n])
+        return d.sum(shared, keepdims=True).astype(table.dtype)
+
+    return d_x, of_table(a * d_a + b * d_b, cos), of_table(a * d_b - b * d_a, sin)
 
 
-rotate.defvjp(_rotate_forward, _rotate_backward)
+rotate.defvjp(_rotate_forward, _rotate_backward, symbolic_zeros=True)
 
 
 def apply_encoding(x: Float[Array, "B T H K"], positions: Int[Array, "B T"], encoding: Rope) -> Float[Array, "B T H K"]:

@@ -16,7 +16,7 @@ from jaxtyping import Float, UInt32
 from pe_lab.errors import ConfigError
 from pe_lab.positional.codec import label, ranges, ranges_by
 from pe_lab.positional.encodings import frequencies
-from pe_lab.positional.hooks import HOOKS, Encoding, LayerHooks, has, has_hooks
+from pe_lab.positional.hooks import HOOKS, Encoding, LayerHooks, call, has, has_hooks
 from pe_lab.positional.layers import Bands, Gaussian, Layer, Uniform
 from pe_lab.positional.registry import registered_name
 from pe_lab.positional.rotation import fixed_point_frequencies
@@ -213,7 +213,7 @@ def _layer_arrays(
 
 
 def _slopes(encoding: Encoding, num_heads: int) -> np.ndarray:
-    slope = np.array(encoding.slopes(num_heads), np.float64)
+    slope = np.array(call(encoding, "slopes", num_heads), np.float64)
     if slope.shape != (num_heads,) or not np.isfinite(slope).all():
         raise ConfigError(
             f"{type(encoding).__name__}.slopes returned shape {list(slope.shape)}; it must return [{num_heads}] finite "

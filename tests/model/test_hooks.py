@@ -41,7 +41,7 @@ class EveryHook(Encoding):
             "sink": Parameter(draw(3, H), ("heads",)),
         }
 
-    def running_sum(self, params, x):
+    def running_sum(self, params, x, earlier):
         return jax.nn.log_sigmoid(x.astype(jnp.float32) @ params["forget"])
 
     def encode(self, params, q, k, positions, x):
@@ -199,7 +199,10 @@ def bad(**methods):
         ({"output": lambda self, p, x, out, value: value}, r"Bad.output returned .* \[B, T, H, K\]"),
         ({"sink": lambda self, p: jnp.zeros(3)}, r"Bad.sink returned shape \[3\]; it must return \[H\]"),
         ({"logits": lambda self, p, q, logits: logits[:, :1]}, "Bad.logits returned"),
-        ({"running_sum": lambda self, p, x: x[0], "sink": lambda self, p: jnp.zeros(4)}, "Bad.running_sum returned"),
+        (
+            {"running_sum": lambda self, p, x, earlier: x[0], "sink": lambda self, p: jnp.zeros(4)},
+            "Bad.running_sum returned",
+        ),
         ({"frequencies": lambda self, K, n: (np.ones(3), np.ones(3)), "sink": lambda self, p: 0}, "Bad.frequencies"),
     ],
 )

@@ -451,14 +451,76 @@ def test_the_gradient_is_the_transposed_rotation_with_its_gain(encoding):
     assert (np.abs(inverse - transposed).max() > 0.1) == bool((gain != 1).any())
 
 
-def test_the_gradient_of_a_bfloat16_rotation_is_bfloat16_and_that_of_the_tables_zero():
+def test_the_gradient_of_a_bfloat16_rotation_is_bfloat16():
     x = jnp.asarray(np.random.default_rng(5).standard_normal((1, 4, 2, 16)), jnp.bfloat16)
-    inv_freq, gain = frequencies(Rope(scaling=Yarn(8.0, 1024)), 16)
-    tables = jit_tables(fixed_point_frequencies(inv_freq), gain.astype(np.float32), jnp.arange(4)[None])
-    cos, sin = (table[:, :, None] for table in tables)
-    d_x, d_cos, d_sin = jax.grad(lambda *a: rotate(*a).astype(jnp.float32).sum(), (0, 1, 2))(x, cos, sin)
+    d_x = jax.grad(lambda x: apply_rope(x, jnp.arange(4)[None]).astype(jnp.float32).sum())(x)
     assert d_x.dtype == jnp.bfloat16 and (d_x != 0).all()
-    assert d_cos.shape == cos.shape and not d_cos.any() and not d_sin.any()
+
+
+# --- Learned rotations ---
+
+
+def test_tables_that_are_learned_have_their_gradient():
+    """Each table entry serves all heads and rows that share it."""
+    generator = np.random.default_rng(5)
+    x, weights = (generator.standard_normal((3, 4, 2, 16)).astype(np.float32) for _ in range(2))
+    for shape in ((1, 4, 1, 8), (3, 4, 2, 8), (1, 4, 2, 8)):
+        cos, sin = (generator.standard_normal(shape).astype(np.float32) for _ in range(2))
+        found = jax.grad(lambda *tables: (rotate(x, *tables) * weights).sum(), (0, 1))(cos, sin)
+        (a, b), (d_a, d_b) = (np.split(one.astype(np.float64), 2, -1) for one in (x, weights))
+        shared = tuple(n for n in range(4) if shape[n] == 1)
+        for ours, true in zip(found, (a * d_a + b * d_b, a * d_b - b * d_a), strict=True):
+            np.testing.assert_allclose(ours, true.sum(shared, keepdims=True), rtol=0, atol=1e-5)
+
+
+def test_a_rotation_of_the_schedule_keeps_no_queries_for_its_gradient():
+    x = jnp.ones((2, 4, 3, 16))
+    tables = jit_tables(
+        fixed_point_frequencies(frequencies(Rope(), 16)[0]), np.ones(8, np.float32), jnp.arange(4)[None]
+    )
+    cos, sin = (table[:, :, None] for table in tables)
+    fixed = jax.vjp(lambda x: rotate(x, cos, sin), x)[1]
+    learned = jax.vjp(lambda cos: rotate(x, cos, sin), cos)[1]
+    assert x.shape not in [kept.shape for kept in jax.tree.leaves(fixed)]
+    assert x.shape in [kept.shape for kept in jax.tree.leaves(learned)]
+
+
+@pytest.mark.parametrize("length", LENGTHS.values())
+def test_learned_frequencies_are_exact_at_every_position(length):
+    """Of the float32 frequencies, which may be negative or above a full rotation."""
+    drawn = np.random.default_rng(0).uniform(-9, 9, 20)
+    learned = np.concatenate([drawn, 10.0 ** -np.arange(9), [0, 8000]]).astype(np.float32)
+    positions = positions_below(length)
+    with localcontext() as context:
+        context.prec = 60
+        exact = [int(Decimal(float(one)) / (2 * PI_50) * FULL_ROTATION) for one in learned]
+    assert worst_error(jit_angles(learned, positions[None])[0], positions, exact) < BOUND
+    assert np.isnan(jit_angles(np.float32([np.nan, np.inf]), positions[None])).all()
+
+
+@pytest.mark.parametrize("first", [0, 131_072 - 500, 1_000_000])
+def test_the_gradient_of_learned_frequencies_is_that_of_finite_differences(first):
+    """Of scores, in float64: frequencies that are moved by 1e-7 and back."""
+    generator = np.random.default_rng(0)
+    query, key = (generator.standard_normal((2, 5, 2, 8)).astype(np.float32) for _ in range(2))
+    weights, at = generator.standard_normal((2, 2, 5, 5)), first + np.array([[0, 3, 9, 100, 499]])
+    learned = np.float32([1.0, 0.7, 0.02, 1e-4])
+
+    def score(freq):
+        cos, sin = rotation_tables(freq, jnp.ones(4), jnp.asarray(at, jnp.int32))
+        q, k = (rotate(one, cos[:, :, None], sin[:, :, None]) for one in (query, key))
+        return (jnp.einsum("bthk,bshk->bhts", q, k, precision="highest") * weights).sum()
+
+    def exact(freq):
+        wave = np.exp(1j * at[..., None] * freq)[:, :, None]
+        q, k = (wave * (one[..., :4].astype(np.float64) + 1j * one[..., 4:]) for one in (query, key))
+        return (np.einsum("bthk,bshk->bhts", q, k.conj()).real * weights).sum()
+
+    found, middle, step = jax.jit(jax.grad(score))(learned), learned.astype(np.float64), 1e-7
+    differences = [(exact(middle + step * one) - exact(middle - step * one)) / (2 * step) for one in np.eye(4)]
+    # A gradient of float32 is position times a sum that cancels: queries and keys rotate by the same amount.
+    np.testing.assert_allclose(found, differences, rtol=1e-6, atol=2e-3 + 2e-6 * first)
+    assert np.abs(differences).min() > 20
 
 
 jit_warped = jax.jit(warped_angles, static_argnums=2)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from pe_lab.positional.hooks import Encoding, HeadShape, Parameter, Params
+from pe_lab.positional.hooks import Earlier, Encoding, HeadShape, Parameter, Params
 from pe_lab.positional.registry import register
 from pe_lab.positional.scalings import Limits
 from pe_lab.positional.schemes.starts import normal
@@ -54,7 +54,7 @@ class ForgettingGate(Encoding):
             "bias": Parameter(jnp.full(H, bias), ("heads",)),
         }
 
-    def running_sum(self, params: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T H"]:
+    def running_sum(self, params: Params, x: Float[Array, "B T D"], earlier: Earlier) -> Float[Array, "B T H"]:
         gate = jnp.einsum("btd,dh->bth", x.astype(jnp.float32), params["weight"], precision="highest")
         return jax.nn.log_sigmoid(gate + params["bias"])
 

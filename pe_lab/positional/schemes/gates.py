@@ -12,9 +12,9 @@ from jaxtyping import Array, Float, Int
 
 from pe_lab.positional.hooks import Encoding, HeadShape, Parameter, Params
 from pe_lab.positional.registry import register
-from pe_lab.positional.rotation import angles, fixed_point_frequencies
+from pe_lab.positional.rotation import angles, fixed_point_frequencies, rotate
 from pe_lab.positional.scalings import Limits
-from pe_lab.positional.schemes.spectra import complex_product, rope_spectrum
+from pe_lab.positional.schemes.spectra import rope_spectrum
 
 START = 2.0  # of the parameter: the gate is 0.957
 STRETCH = 0.1  # beyond 0 and 1, so that a gate reaches both
@@ -63,8 +63,9 @@ class GatedRope(Encoding):
         angle = angles(jnp.asarray(spectrum), positions)[:, :, None]
         cos, sin = jnp.cos(angle), jnp.sin(angle)
         gate = gates(params["gate"])[:, None]
-        mixed = jnp.concatenate([gate * complex_product(q, cos, sin), (1 - gate) * q.astype(jnp.float32)], axis=-1)
-        return mixed, jnp.concatenate([complex_product(k, cos, sin), k.astype(jnp.float32)], axis=-1)
+        q, k = q.astype(jnp.float32), k.astype(jnp.float32)
+        mixed = jnp.concatenate([gate * rotate(q, cos, sin), (1 - gate) * q], axis=-1)
+        return mixed, jnp.concatenate([rotate(k, cos, sin), k], axis=-1)
 
     def penalty(self, params: Params) -> Float[Array, ""]:
         gate = gates(params["gate"])

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pe_lab.errors import ConfigError
-from pe_lab.positional.hooks import Encoding, HeadShape, Parameter, Params
+from pe_lab.positional.hooks import Earlier, Encoding, HeadShape, Parameter, Params
 from pe_lab.positional.registry import register
+from pe_lab.positional.rotation import rotate
 from pe_lab.positional.scalings import Limits
-from pe_lab.positional.schemes.spectra import complex_product, rope_spectrum
+from pe_lab.positional.schemes.spectra import rope_spectrum
 from pe_lab.positional.schemes.starts import START, normal
 
 _LIMITS: Limits = START | {
@@ -29,8 +30,8 @@ class SelectiveRope(Encoding):
     """Selective RoPE (Movahedi et al. 2025, arXiv 2511.17388): each token adds its own angle to the rotation.
 
     u = x in H slices of unit length; phi = W2 W1 u [G, R]; the angle of pair r of the token at t is
-    `temperature` base^(-2r / K) times the sum of phi over the tokens of the document up to t. The sum is a float32
-    `running_sum`, so that decoding is exact. Parameters: `down` [H, D / H, rank], `up` [rank, G, R].
+    `temperature` base^(-2r / K) times the sum of phi over the tokens of the document up to t. The sum is a
+    `running_sum`, modulo 2 pi, so that decoding is exact. Parameters: `down` [H, D / H, rank], `up` [rank, G, R].
 
     Deviations: no convolution unless asked for; the query heads of a group share the angles of their key head; biases
     do not decay.
@@ -39,8 +40,7 @@ class SelectiveRope(Encoding):
       rank: between W1 and W2.
       base, temperature: of the factors of the angles, which are not trained.
       convolution: width in tokens of a causal convolution of phi, one filter a pair; 4 in the authors' code, 1: none.
-        It reads the tokens before, so that no KV cache is exact; it does not stop at the beginning of a document, and
-        must not be used where sequences are sharded over devices.
+        It reads the tokens before, of the same document, so that no KV cache is exact.
       log_bias: adds exp(b) to phi, with `log_bias` [G, R] learned from 0: RoPE, as long as phi is 0.
       gate: multiplies phi, its bias included, by sigmoid(u `gate` + `gate_bias`) [G].
       start: `unchanged`: `up` is 0, and no pair rotates before training; with `log_bias`, all rotate as in RoPE.
@@ -49,6 +49,7 @@ class SelectiveRope(Encoding):
     display_name = "Selective RoPE"
     relative = True
     content = True
+    sums_angles = True
 
     rank: int = 32
     base: float = 500000.0
@@ -76,19 +77,21 @@ class SelectiveRope(Encoding):
             found["gate_bias"] = Parameter(jnp.zeros(G), ("kv_heads",))
         return found
 
-    def running_sum(self, params: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T G R"]:
+    def running_sum(self, params: Params, x: Float[Array, "B T D"], earlier: Earlier) -> Float[Array, "B T G R"]:
         units = _units(params, x)
         phi = _phi(params, units)
         if self.convolution > 1:
-            width, T = self.convolution, x.shape[1]
-            before = jnp.pad(phi, ((0, 0), (width - 1, 0), (0, 0), (0, 0)))
-            phi = sum(before[:, n : n + T] * params["filter"][..., n] for n in range(width))
+            last = self.convolution - 1
+            phi = sum(
+                (earlier(phi, last - n) * params["filter"][..., n] for n in range(last)),
+                phi * params["filter"][..., last],
+            )
         if self.log_bias:
             phi = phi + jnp.exp(params["log_bias"])
         if self.gate:
             opened = jnp.einsum("bthc,hcg->btg", units, params["gate"], precision="highest") + params["gate_bias"]
             phi = phi * jax.nn.sigmoid(opened)[..., None]
-        return phi
+        return phi * _factors(self.base, self.temperature, 2 * phi.shape[-1])
 
     def encode(
         self,
@@ -98,7 +101,7 @@ class SelectiveRope(Encoding):
         positions: Int[Array, "#B T"],
         x: Float[Array, "B T G R"],
     ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T G K"]]:
-        return _rotated(q, k, x, self.base, self.temperature)
+        return _rotated(q, k, x)
 
 
 @register("content_rotation")
@@ -131,7 +134,7 @@ class ContentRotation(Encoding):
         positions: Int[Array, "#B T"],
         x: Float[Array, "B T D"],
     ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T G K"]]:
-        return _rotated(q, k, _phi(params, _units(params, x)), self.base, self.temperature)
+        return _rotated(q, k, _phi(params, _units(params, x)) * _factors(self.base, self.temperature, q.shape[-1]))
 
 
 def _projection(
@@ -161,14 +164,14 @@ def _phi(params: Params, units: Float[Array, "B T H C"]) -> Float[Array, "B T G 
     return jnp.einsum("btp,pgr->btgr", low, params["up"], precision="highest")
 
 
+def _factors(base: float, temperature: float, head_dim: int) -> Float[Array, " R"]:
+    """Of phi, in the angle of each pair."""
+    return jnp.asarray(temperature * rope_spectrum(base, head_dim), jnp.float32)
+
+
 def _rotated(
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B T G K"],
-    phi: Float[Array, "B T G R"],
-    base: float,
-    temperature: float,
+    q: Float[Array, "B T H K"], k: Float[Array, "B T G K"], angle: Float[Array, "B T G R"]
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T G K"]]:
-    angle = phi * jnp.asarray(temperature * rope_spectrum(base, k.shape[-1]), jnp.float32)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     groups = q.shape[2] // k.shape[2]
-    return complex_product(q, *(jnp.repeat(one, groups, axis=2) for one in (cos, sin))), complex_product(k, cos, sin)
+    return rotate(q, *(jnp.repeat(one, groups, axis=2) for one in (cos, sin))), rotate(k, cos, sin)
