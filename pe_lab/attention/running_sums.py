@@ -65,11 +65,13 @@ def running_sum(
       before: the state after the token before the first; None: there is none.
       angles: terms are radians; the sum is one in [-pi, pi].
     """
-    if before is None:
-        return _differentiable(terms, segments, angles), _totals(_split(terms, angles), segments)
     parts = _split(terms, angles)
-    state = _totals(parts.at[:, 0].add(before), segments)
-    return _joined(state, angles), state
+    state = _totals(parts if before is None else parts.at[:, 0].add(before), segments)
+    total = _differentiable(terms, segments, angles) if before is None else _joined(state, angles)
+    if not angles:  # what has come together of the rest belongs to the coarse part
+        rest = _split(state[..., 1], angles)
+        state = rest.at[..., 0].add(state[..., 0])
+    return total, state
 
 
 def _split(terms: Float[Array, "B T *sums"], angles: bool) -> Shaped[Array, "B T *state"]:
