@@ -180,14 +180,16 @@ def chosen_study(argv: Sequence[str]) -> str | None:
     return name
 
 
-def run_study(study: Study, args: argparse.Namespace, out: AnyPath | None, formats: Sequence[str]) -> list[AnyPath]:
-    """Runs a study, prints what it found, and writes its files; returns their paths."""
+def run_study(
+    study: Study, args: argparse.Namespace, out: AnyPath | None, formats: Sequence[str]
+) -> tuple[list[AnyPath], bool]:
+    """Runs a study, prints what it found, and writes its files; returns their paths, and whether a check failed."""
     begun = time.monotonic()
     if study.models:
         session = open_session(study.name, args, out)
         findings, directory = study.run(session), session.out
         if findings is None:  # a plan alone was asked for
-            return []
+            return [], False
         about = session.about()
     else:
         findings = study.run(args)  # which may set `directory`, for the study of a run
@@ -210,7 +212,7 @@ def run_study(study: Study, args: argparse.Namespace, out: AnyPath | None, forma
         }
         return written + write_files(drawn, "Give another --out.")
 
-    return on_first(write)
+    return on_first(write), findings.failed
 
 
 def shown_paths(paths: Sequence[AnyPath], most: int = 30) -> list[str]:
@@ -241,6 +243,7 @@ def main(argv: Sequence[str]) -> int:
     out = storage.path("--out", args.out) if args.out else None
     if out is not None:
         storage.check_place("--out", out)
+    failed = False
     with one_program():
         if args.study in DESCRIPTIONS:
             text, files = DESCRIPTIONS[args.study].run(args, formats)
@@ -249,10 +252,10 @@ def main(argv: Sequence[str]) -> int:
             written = on_first(lambda: write_files(contents, "Give another --out."))
             print(text)
         else:
-            written = run_study(STUDIES[args.study], args, out, formats)
+            written, failed = run_study(STUDIES[args.study], args, out, formats)
         if written:
             print("\nWrote:", *shown_paths(written), sep="\n  ")
-    return 0
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,14 @@ import sys
 import time
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+
+from pe_lab.config import ModelConfig
+from pe_lab.model import Model
+from pe_lab.positional import build_schedule, import_encodings, layers
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "your-own-encoding.md"
@@ -80,10 +87,40 @@ def run(directory: Path, *arguments: str, status: int = 0) -> str:
     return done.stdout + done.stderr
 
 
-def test_the_page_shows_the_file_as_it_is():
-    shown = re.search(r"<!-- wave.py -->\n```python\n(.*?)```\n<!-- end", PAGE.read_text(), re.DOTALL)
-    text = (ROOT / "docs" / "wave.py").read_text()
+@pytest.mark.parametrize("name", ["wave.py", "learned_base.py"])
+def test_the_page_shows_the_file_as_it_is(name):
+    shown = re.search(rf"<!-- {name} -->\n```python\n(.*?)```\n<!-- end", PAGE.read_text(), re.DOTALL)
+    text = (ROOT / "docs" / name).read_text()
     assert shown is not None and shown[1] == text and len(text.splitlines()) <= 30
+
+
+def test_a_learned_base_moves():
+    """4 s. The documented encoding: its gradient is the loss's slope, and following it lowers the loss."""
+    import_encodings(ROOT / "docs" / "learned_base.py")
+    config = ModelConfig(
+        vocab_size=32, layers=2, d_model=32, d_ff=32, heads=2, kv_heads=1, head_dim=16, dtype="float32"
+    )
+    schedule = build_schedule(layers("learned_base:base=50", 2), 2, 1, 16)
+    model = Model(dataclasses.replace(config, init_std=0.3, attention="chunked"), hooks=schedule.hooks)
+    params = model.init(jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (2, 48), 0, 32)
+    batch = {"tokens": tokens, "targets": jnp.roll(tokens, -1, 1), "weights": jnp.ones(tokens.shape)}
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss(log_base):
+        layers = params["layers"] | {"positional": {"learned_base": {"log_base": log_base}}}
+        return model.loss_sum(params | {"layers": layers}, batch, schedule)
+
+    start = params["layers"]["positional"]["learned_base"]["log_base"]
+    np.testing.assert_allclose(start, np.log([50, 50]), rtol=1e-6)
+    value, gradient = loss(start)
+    moves = 0.01 * np.eye(2, dtype=np.float32)
+    slope = [(loss(start + move)[0] - loss(start - move)[0]) / 0.02 for move in moves]
+    assert (np.abs(gradient) > 1e-3).all()
+    np.testing.assert_allclose(gradient, slope, rtol=0.05, atol=0.02)
+    moved = start - 0.1 * gradient / np.linalg.norm(gradient)
+    assert loss(moved)[0] < value
 
 
 @pytest.mark.slow

@@ -45,6 +45,7 @@ class Findings:
       numbers: every array by name. `shapes` names their axes, such as `[V, L, H, R] variant, layer, query head, pair`.
       metadata: further results as JSON.
       files: other files to write, by name.
+      failed: a check failed: the command ends with status 1.
     """
 
     sentences: tuple[str, ...]
@@ -54,6 +55,7 @@ class Findings:
     shapes: Mapping[str, str] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, bytes] = field(default_factory=dict)
+    failed: bool = False
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import typing
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from pe_lab import analyze
 from pe_lab.analysis.studies.check import HEADER, default_layers, failures, row
-from pe_lab.errors import UserError
+from pe_lab.config import MeshConfig
+from pe_lab.errors import ConfigError, UnsupportedError
 from pe_lab.model import encoding_check
-from pe_lab.model.encoding_check import Subject, check, context_parallel, relative
-from pe_lab.positional import Encoding, label, layers, register
+from pe_lab.model.encoding_check import TOLERANCE, Subject, check, context_parallel, learned, packed, relative
+from pe_lab.parallel import AxisRules, make_mesh, use_mesh
+from pe_lab.positional import HOOKS, Encoding, Layer, Parameter, has, label, layers, register
 from pe_lab.positional.registry import ENCODINGS
 
 
@@ -71,12 +78,62 @@ class RootOfZero(SaysAll):
         return q + jnp.sqrt(q - q), k
 
 
+@register("sum_before")
+@dataclass(frozen=True)
+class SumBefore(SaysAll):
+    """A running sum whose terms are of the token before, by padding and not by `earlier`."""
+
+    content = True
+    exact_cache = False
+
+    def running_sum(self, params, x, earlier):
+        return jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1, :4]
+
+    def encode(self, params, q, k, positions, x):
+        return q * jnp.cos(x)[..., None], k
+
+
+@register("never_moves")
+@dataclass(frozen=True)
+class NeverMoves(SaysAll):
+    """Two parameters, one without a gradient; and a third that is not trained."""
+
+    stopped: bool = True
+
+    def init(self, key, shape):
+        one = jnp.ones(shape.num_heads)
+        return {
+            "scale": Parameter(one, ("heads",)),
+            "still": Parameter(one, ("heads",)),
+            "fixed": Parameter(one, ("heads",), learning_rate=0.0),
+        }
+
+    def encode(self, params, q, k, positions, x):
+        still = jax.lax.stop_gradient(params["still"]) if self.stopped else params["still"]
+        return q * (params["scale"] * still * jax.lax.stop_gradient(params["fixed"]))[:, None], k
+
+
+def test_a_parameter_without_a_gradient_is_found():
+    """2 s."""
+    found = learned(Subject(layers("never_moves", 1)[0]))
+    assert found.fails and found.detail == "a gradient of zero of 'still'"
+
+
+def test_a_failed_check_is_status_1(tmp_path, monkeypatch, capsys):
+    """3 s, with one check."""
+    monkeypatch.setattr(encoding_check, "CHECKS", (learned,))
+    monkeypatch.setattr("pe_lab.analysis.studies.check.row", lambda *_: ("",) * len(HEADER))
+    for text, status in (("never_moves", 1), ("never_moves:stopped=false", 0)):
+        assert analyze.main(["--study=check", f"--positional={text}", f"--out={tmp_path}"]) == status
+        assert ("FAILS: it must be, and the check finds a gradient of zero" in capsys.readouterr().out) == bool(status)
+
+
 def test_every_encoding_has_a_row_or_is_named():
     """Those that need the length of training get one, and a function is that of a paper."""
     found, left = default_layers()
     names = {label(layer).partition("(")[0] for layer in found}
     assert {"clipped_rope", "fope", "rope", "cope", "forgetting", "function"} <= names
-    assert names.isdisjoint(left) and len(found) + len(left) == len(ENCODINGS)
+    assert names.isdisjoint(left) and len(names) + len(left) == len(ENCODINGS)
 
 
 def test_a_temperature_by_thousands_is_not_relative():
@@ -96,8 +153,9 @@ def test_only_a_refusal_leaves_the_sharded_pass_unmeasured(monkeypatch):
         monkeypatch.setattr(encoding_check, "use_mesh", fail)
         return context_parallel(subject)
 
-    refused = raises(UserError("'cope' cannot be sharded over context.\nUse ..."))
+    refused = raises(UnsupportedError("'cope' cannot be sharded over context.\nUse ..."))
     assert refused.found is None and not refused.fails and refused.detail == "'cope' cannot be sharded over context."
+    assert raises(ConfigError("A sequence of 1 tokens does not divide into 4 chunks")).fails
     with pytest.raises(TypeError, match="unexpected"):
         raises(TypeError("unexpected"))
 
@@ -111,6 +169,8 @@ def test_only_a_refusal_leaves_the_sharded_pass_unmeasured(monkeypatch):
         ("by_content", {"static"}),
         ("key_before", {"cached", "packed", "sharded"}),
         ("key_after", {"causal", "cached", "packed", "sharded"}),
+        ("sum_before", {"packed", "sharded"}),
+        ("never_moves", {"learned"}),
         ("root_of_zero", {"bfloat16", "causal"}),
     ],
 )
@@ -122,3 +182,43 @@ def test_what_does_not_hold_is_found(name, fails):
     assert len(failures(layer, found)) == len(fails)
     cells = dict(zip(HEADER, row(layer, found, with_cost=False), strict=True))
     assert sum("!" in cell for cell in cells.values()) == len(fails)
+
+
+def switched(layer):
+    """A layer, and with each setting that chooses between ways of computing."""
+    encoding, kinds = layer.encoding, typing.get_type_hints(type(layer.encoding))
+    yield layer
+    for field in dataclasses.fields(encoding):
+        now, kind = getattr(encoding, field.name), kinds[field.name]
+        others = [4] if field.name == "convolution" else [not now] if kind is bool else []
+        others += [one for one in typing.get_args(kind) if typing.get_origin(kind) is typing.Literal and one != now]
+        for other in others:
+            yield dataclasses.replace(layer, encoding=dataclasses.replace(encoding, **{field.name: other}))
+
+
+EVERY = [one for layer in default_layers()[0] for one in switched(layer)]
+EVERY = list({label(one): one for one in EVERY}.values())
+
+
+def test_every_hook_is_one_of_a_registered_encoding():
+    assert {hook for hook in HOOKS for layer in EVERY if has(layer.encoding, hook)} == set(HOOKS)
+    assert Layer(dataclasses.replace(layers("selective_rope", 1)[0].encoding, convolution=4)) in EVERY
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", EVERY, ids=label)
+def test_rings_and_documents(layer):
+    """10 s each. Outputs and gradients on a ring of four devices, and of documents alone and packed."""
+    subject = Subject(layer)
+    apart = packed(subject)
+    assert apart.found, apart.detail
+    ring = context_parallel(subject, devices=4)
+    if has(layer.encoding, "logits"):
+        assert ring.found is None and "logit functions" in ring.detail
+        return
+    assert ring.found, ring.detail
+    # Positions that are the indices: relative biases become tables.
+    whole = subject.hidden(subject.params, subject.tokens, None, None)
+    with use_mesh(make_mesh(MeshConfig(data=1, context=4), jax.devices()[:4]), AxisRules()):
+        sharded = jax.jit(lambda: subject.model.hidden(subject.params, subject.tokens, None, None, subject.schedule))()
+    assert np.abs(np.asarray(sharded) - np.asarray(whole)).max() < TOLERANCE

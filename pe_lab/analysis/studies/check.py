@@ -18,7 +18,6 @@ import numpy as np
 from pe_lab.analysis.study import Findings, Study, TextTable
 from pe_lab.attention.capabilities import Request
 from pe_lab.attention.dispatch import IMPLEMENTATIONS, layer_request, reasons_against
-from pe_lab.config import ModelConfig
 from pe_lab.errors import ConfigError
 from pe_lab.model import Model, Params
 from pe_lab.model.encoding_check import CONFIG, LENGTH, Check, check
@@ -30,10 +29,11 @@ from pe_lab.terminal import Progress, console
 # Columns: of the table in docs/encodings.md too.
 HEADER = (
     "encoding", "hooks", "causal", "relative", "static", "exact under a cache", "packed = separate",
-    "sharded = whole", "bfloat16 gradients", "kernels that train it", "parameters", "cost",
+    "sharded = whole", "all parameters learn", "bfloat16 gradients", "kernels that train it", "parameters", "cost",
 )  # fmt: skip
 KERNELS = ("splash", "cudnn", "tokamax", "pallas_tpu", "pallas_gpu", "chunked", "dense", "reference")
 EXAMPLES = {"function": {"name": "pe_lab.positional:apply_p_rope", "settings": (("rope_percentage", 0.75),)}}
+FURTHER = ("selective_rope:convolution=4",)  # which computes with earlier tokens
 MARKERS = "<!-- checked -->\n", "<!-- end of checked -->"
 
 
@@ -44,7 +44,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="an encoding, such as rope/with=t5; may be repeated (default: every registered one)",
     )
-    parser.add_argument("--no-cost", action="store_true", help="leave out the time of a training step")
+    parser.add_argument("--cost", action="store_true", help="the time of a training step too")
     parser.add_argument("--write", metavar="FILE", help="write the table into a Markdown file, between its markers")
 
 
@@ -60,7 +60,7 @@ def default_layers() -> tuple[list[Layer], list[str]]:
             found.append(Layer(kind(**given)))
         else:
             left.append(name)
-    return found, left
+    return found + [layer for text in FURTHER for layer in layers(text, 1)], left
 
 
 def kernels_of(layer: Layer) -> list[str]:
@@ -94,28 +94,37 @@ def row(layer: Layer, found: Sequence[Check], with_cost: bool) -> tuple[str, ...
 
     acting = [encoding for _, encoding in layer.acting()]
     hooks = [h for h in ("frequencies", "slopes", *HOOKS) if any(has(one, h) for one in acting)]
-    ratio, parameters = cost(layer) if with_cost else (float("nan"), 0)
     return (
         label(layer),
         ", ".join(hooks) or "–",
-        *(cell(name) for name in ("causal", "relative", "static", "cached", "packed", "sharded", "bfloat16")),
+        *(
+            cell(name)
+            for name in ("causal", "relative", "static", "cached", "packed", "sharded", "learned", "bfloat16")
+        ),
         _kernels_text(layer),
-        f"{parameters:,}" if with_cost else "–",
-        f"{ratio:.2f}" if with_cost else "–",
+        f"{_wide(layer)[0].num_parameters - Model(_WIDE).num_parameters:,}",
+        f"{cost(layer):.2f}" if with_cost else "–",
     )
 
 
-def cost(layer: Layer, length: int = 512, repeats: int = 25) -> tuple[float, int]:
-    """The time of a training step of one layer over that with RoPE, on this machine, and the parameters of a layer.
+_WIDE = dataclasses.replace(
+    CONFIG, vocab_size=64, layers=1, d_model=512, d_ff=64, heads=8, kv_heads=8, head_dim=64, attention="auto",
+    attention_chunk=256,
+)  # fmt: skip
+
+
+def _wide(layer: Layer) -> tuple[Model, Schedule]:
+    """A model of one layer of 8 heads and d_model 512."""
+    schedule = build_schedule((layer,), _WIDE.heads, _WIDE.kv_heads, _WIDE.head_dim)
+    return Model(_WIDE, hooks=schedule.hooks), schedule
+
+
+def cost(layer: Layer, length: int = 512, repeats: int = 25) -> float:
+    """The time of a training step of one layer over that with RoPE, on this machine.
 
     The median of ratios of steps that follow each other: 8 heads of 64 channels, float32, `length` tokens.
     """
-    config = dataclasses.replace(
-        CONFIG, vocab_size=64, layers=1, d_model=512, d_ff=64, heads=8, kv_heads=8, head_dim=64, attention="auto",
-        attention_chunk=256,
-    )  # fmt: skip
-    model, step = _training_step(layer, config, length)
-    _, with_rope = _training_step(Layer(Rope()), config, length)
+    step, with_rope = (_training_step(one, length) for one in (layer, Layer(Rope())))
     ratios = []
     for _ in range(repeats):
         seconds = []
@@ -124,21 +133,19 @@ def cost(layer: Layer, length: int = 512, repeats: int = 25) -> tuple[float, int
             jax.block_until_ready(one())
             seconds.append(time.perf_counter() - start)
         ratios.append(seconds[0] / seconds[1])
-    bare = Model(config).num_parameters
-    return float(np.median(ratios)), model.num_parameters - bare
+    return float(np.median(ratios))
 
 
 @functools.lru_cache(maxsize=2)  # RoPE's stays
-def _training_step(layer: Layer, config: ModelConfig, length: int) -> tuple[Model, Callable[[], Any]]:
-    """A model of one layer, and its gradient as a call without arguments, compiled."""
-    schedule = build_schedule((layer,), config.heads, config.kv_heads, config.head_dim)
-    model = Model(config, hooks=schedule.hooks)
+def _training_step(layer: Layer, length: int) -> Callable[[], Any]:
+    """The gradient of `_wide` as a call without arguments, compiled."""
+    model, schedule = _wide(layer)
     params = jax.tree.map(lambda x: jnp.full(x.shape, 0.02, x.dtype), model.shapes)  # values take no time
     tokens = jnp.zeros((1, length), jnp.int32)
     batch = {"tokens": tokens, "targets": tokens, "weights": jnp.ones(tokens.shape)}
     step = functools.partial(jax.jit(jax.grad(functools.partial(_loss, model, schedule))), params, batch)
     jax.block_until_ready(step())
-    return model, step
+    return step
 
 
 def _loss(model: Model, schedule: Schedule, params: Params, batch: Any) -> jax.Array:
@@ -167,17 +174,18 @@ def _run(arguments: argparse.Namespace) -> Findings:
     with Progress(console(), "check", len(chosen)) as progress:
         for n, layer in enumerate(chosen, 1):
             found = check(layer)
-            rows.append(row(layer, found, not arguments.no_cost))
+            rows.append(row(layer, found, arguments.cost))
             sentences += failures(layer, found)
             metadata.append({"encoding": label(layer), "checks": [dataclasses.asdict(one) for one in found]})
             progress.update(n, label(layer))
-    if not sentences:
+    failed = bool(sentences)
+    if not failed:
         sentences = [f"{len(chosen)} encodings are what they say."]
     if left:
         sentences.append(f"Not checked, because they need settings (--positional): {', '.join(left)}.")
     sentences.append(
-        "cost: the time of a training step of one layer over that with RoPE, on this machine; parameters: of a layer "
-        "of 8 heads and d_model 512. kernels: bfloat16, heads of 64 channels, each on its own platform."
+        "parameters: of a layer of 8 heads and d_model 512; cost (with --cost): the time of its training step over "
+        "that with RoPE, on this machine. kernels: bfloat16, heads of 64 channels, each on its own platform."
     )
     if arguments.write:
         write_table(Path(arguments.write), rows)
@@ -187,7 +195,7 @@ def _run(arguments: argparse.Namespace) -> Findings:
     }
     shapes = {str(n): each["encoding"] for n, each in enumerate(metadata)}
     table = TextTable("Encodings, checked on a model of two layers", HEADER, tuple(rows), words=len(HEADER))
-    return Findings(tuple(sentences), (table,), (), numbers, shapes, settings)
+    return Findings(tuple(sentences), (table,), (), numbers, shapes, settings, failed=failed)
 
 
 def write_table(path: Path, rows: Sequence[Sequence[str]]) -> None:
