@@ -25,9 +25,14 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
 _missing = [f"{name}={value}" for name, value in _flags.items() if name not in (_flags_before or "")]
 os.environ["XLA_FLAGS"] = " ".join([*filter(None, [_flags_before]), *_missing])
 
+import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
+
+# No example has a deadline, and none is drawn too slowly: a busy machine fails no test.
+hypothesis.settings.register_profile("pe_lab", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("pe_lab")
 
 # XLA has read its flags once something is compiled. Then they go, so that a command which a test starts finds
 # the machine as its user would.

@@ -21,7 +21,7 @@ def launch(script: str, *arguments: str, **variables: str) -> subprocess.Complet
     """Runs launch/SCRIPT."""
     environment = {k: v for k, v in os.environ.items() if k not in VARIABLES} | variables
     command = ["bash", str(REPOSITORY / "launch" / script), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def dry_run(script: str, *options: str, program: list[str] | None = PROGRAM) -> tuple[list[list[str]], str]:

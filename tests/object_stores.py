@@ -106,7 +106,7 @@ class Bucket:
 
 def ask(port: int, method: str, target: str, body: bytes = b"", **headers: str) -> bytes:
     """The body of an answer of a server on loopback; fails unless its status is 2xx."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
     try:
         connection.request(method, target, body, headers)
         answer = connection.getresponse()
@@ -190,7 +190,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def _forward(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
         """The server's status, headers and content."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.server.server, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.server, timeout=300)
         try:
             headers = {k: v for k, v in self.headers.items() if k not in ("Transfer-Encoding", "Expect", "Connection")}
             connection.request(self.command, self.path, body, {**headers, "Content-Length": str(len(body))})

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "sinfo", "scancel", "setpriv")
-PATIENCE = 60
+PATIENCE = 300
 # The user's directories come first; Debian's daemons are in /usr/sbin, which is not on every user's PATH.
 SEARCHED = f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin"
 

@@ -359,7 +359,7 @@ def test_two_may_prepare_the_same_directory(tmp_path, monkeypatch, capsys):
         yield from in_this_process(place, step, shards, report)
 
     first = prepare(config, ByteTokenizer(), "bytes", tmp_path / "out", 0.1, executor=executor)
-    second[0].join(timeout=10)
+    second[0].join(timeout=300)
     assert made == [first] and "is being prepared by process" in capsys.readouterr().err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["corpus.jsonl", "out"]
     open_prepared(tmp_path / "out")
@@ -394,7 +394,7 @@ def test_other_processes_wait_for_process_0(tmp_path, monkeypatch):
     time.sleep(0.3)
     assert not cache.exists()  # it wrote nothing itself
     made = ensure_prepared(config, ByteTokenizer(), "bytes", cache, 0.1)
-    waiting.join(timeout=10)
+    waiting.join(timeout=300)
     assert found == [made]
     monkeypatch.setattr(preparation, "PATIENCE_SECONDS", 0.1)
     with pytest.raises(UserError, match="process 0"):

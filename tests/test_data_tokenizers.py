@@ -263,7 +263,7 @@ def test_a_sentencepiece_model_is_exported_only_if_the_ids_stay(tmp_path, monkey
 
 
 @given(st.text())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_byte_level_tokenizers_lose_no_byte(text):
     for tokenizer in BYTE_LEVEL:
         assert tokenizer.decode(tokenizer.encode(text)) == text

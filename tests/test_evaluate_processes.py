@@ -161,10 +161,10 @@ def test_a_killed_process_ends_the_others_and_the_command_goes_on(directory, run
         time.sleep(0.001)
     processes[killed].send_signal(by)
     begun = time.monotonic()
-    assert processes[killed].wait(timeout=20) == -by
+    assert processes[killed].wait(timeout=PATIENCE) == -by
     other = processes[1 - killed]
     try:
-        printed = other.communicate(timeout=HEARTBEAT + 50)[0]
+        printed = other.communicate(timeout=HEARTBEAT + PATIENCE)[0]
     finally:
         other.kill()
     assert other.returncode not in (0, None), printed[-3000:]

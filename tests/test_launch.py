@@ -56,7 +56,7 @@ AFTER_CREATION = ["ssh all", "archive", "scp", "ssh all", "ssh all", "ssh all", 
 def launch(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if k not in ("NAME", "ZONE", "PROJECT", "TYPE", "RUNTIME")}
     command = ["bash", str(SCRIPT), *arguments]
-    return subprocess.run(command, env=environment | variables, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env=environment | variables, capture_output=True, text=True, timeout=300)
 
 
 def dry_run(*options: str, program: list[str] = PROGRAM) -> list[list[str]]:
@@ -281,12 +281,12 @@ def test_a_run_survives_its_shell_and_saves_when_stopped(tmp_path: Path) -> None
     def host(command: str) -> str:
         environment = os.environ | {"HOME": str(tmp_path)}
         return subprocess.run(
-            ["bash", "-c", command], env=environment, capture_output=True, text=True, timeout=60
+            ["bash", "-c", command], env=environment, capture_output=True, text=True, timeout=300
         ).stdout.strip()
 
     assert host(busy) == "IDLE"
     host(start)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while not ((home / "run.log").exists() and (home / "run.log").read_text()) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert host(busy) == "BUSY" and host(status) == ""

@@ -67,7 +67,7 @@ def run_on_a_node(document: dict[str, Any], directory: Path) -> list[str]:
     python.chmod(0o755)
     environment = {"PATH": "/usr/bin:/bin", **NODE}
     done = subprocess.run(
-        ["bash", "-c", document["run"]], cwd=directory, env=environment, capture_output=True, text=True, timeout=60
+        ["bash", "-c", document["run"]], cwd=directory, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
@@ -85,7 +85,7 @@ def test_one_node_and_tpus_need_no_addresses(tmp_path: Path, options: list[str])
 
 
 def test_before_ends_the_run_if_it_fails(tmp_path: Path) -> None:
-    done = subprocess.run(["bash", "-c", task("--before=false")["run"]], cwd=tmp_path, capture_output=True, timeout=60)
+    done = subprocess.run(["bash", "-c", task("--before=false")["run"]], cwd=tmp_path, capture_output=True, timeout=300)
     assert done.returncode == 1
 
 

@@ -54,7 +54,7 @@ class Node:
         (self.directory / "calls").unlink(missing_ok=True)
         script = dry_run("slurm.sh", *JOB, f"--logs={self.directory}", "--retries=2", *options)[1]
         environment = os.environ | self.tools | {"SLURM_JOB_ID": "7"} | variables
-        return subprocess.run(["bash"], input=script, env=environment, capture_output=True, text=True, timeout=60)
+        return subprocess.run(["bash"], input=script, env=environment, capture_output=True, text=True, timeout=300)
 
     def file(self, kind: str) -> str | None:
         path = self.directory / f"pe_lab-7.{kind}"

@@ -61,7 +61,9 @@ def set_up(checkout: Path, **variables: str) -> list[str]:
     (checkout / "calls").unlink(missing_ok=True)
     environment = {k: v for k, v in os.environ.items() if k != "EXTRA"}
     environment |= {"PYTHON": str(checkout / "python"), "UV": "no"} | variables
-    subprocess.run(["sh", "launch/venv.sh"], cwd=checkout, env=environment, check=True, capture_output=True, timeout=60)
+    subprocess.run(
+        ["sh", "launch/venv.sh"], cwd=checkout, env=environment, check=True, capture_output=True, timeout=300
+    )
     return [line.removeprefix("-m pip install --quiet ") for line in (checkout / "calls").read_text().splitlines()]
 
 

@@ -89,7 +89,7 @@ class Browser:
                 return answer["result"]
             self.events.append(answer)
 
-    def receive(self, seconds: float = 60.0) -> dict:
+    def receive(self, seconds: float = 300.0) -> dict:
         """The next message."""
         end = time.monotonic() + seconds
         while b"\0" not in self.buffer:
@@ -324,7 +324,7 @@ def test_groups_stick_out_nowhere_and_their_runs_are_reached_by_links(browser, g
     assert browser.value("document.documentElement.scrollWidth") <= width and browser.complaints() == []
     link = "[...document.links].find(a => a.hash == '#run-0-1')"
     browser.value(f"{link}.click()")
-    end = time.monotonic() + 10
+    end = time.monotonic() + 300
     while not browser.value("document.getElementById('run-0-1').getBoundingClientRect().height > 0"):
         assert time.monotonic() < end
     assert browser.value("document.getElementById('run-0-1').closest('details').open")
@@ -341,7 +341,7 @@ def saved(browser, folder: Path, label: str, name: str) -> bytes:
     key = {"key": "Enter", "code": "Enter", "windowsVirtualKeyCode": 13, "text": "\r"}
     for kind in ("keyDown", "keyUp"):
         browser.call("Input.dispatchKeyEvent", type=kind, **key)
-    end = time.monotonic() + 20
+    end = time.monotonic() + 300
     while not (folder / name).exists():
         assert time.monotonic() < end, [path.name for path in folder.iterdir()]
         time.sleep(0.05)

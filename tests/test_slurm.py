@@ -54,7 +54,7 @@ class Launcher:
 
     def ask(self, *command: str) -> str:
         return subprocess.run(
-            command, env=self.environment, capture_output=True, text=True, timeout=60, check=True
+            command, env=self.environment, capture_output=True, text=True, timeout=300, check=True
         ).stdout
 
     def job(self, name: str) -> str:

@@ -318,7 +318,7 @@ def test_killed_at_any_moment_it_can_be_repeated_and_two_do_not_ruin_each_other(
         if to.exists():  # it was faster than the poll
             shutil.rmtree(to)
     both = [start(command, tmp_path) for _ in range(2)]
-    out = sorted((process.communicate(timeout=120)[0], process.returncode) for process in both)
+    out = sorted((process.communicate(timeout=300)[0], process.returncode) for process in both)
     assert sorted(status for _, status in out) == [0, 2], out
     refusal = next(text for text, status in out if status == 2)
     assert "exists and is not empty" in refusal and "Traceback" not in refusal

@@ -124,7 +124,7 @@ def test_a_killed_study_goes_on_where_it_was(trained, text, tmp_path):  # noqa: 
     env.pop("XLA_FLAGS", None)
     process = subprocess.Popen([sys.executable, *argv], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     parts = tmp_path / "parts"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not parts.is_dir() or len(list(parts.glob("[!.]*.npz"))) < 5:
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)

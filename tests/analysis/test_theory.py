@@ -39,7 +39,7 @@ INV_FREQ = frequencies(Rope(BASE), HEAD_DIM)[0]
 # Bounds: random and adversarial inputs, and constants that are 1% off
 
 SEEDS = st.integers(0, 2**32 - 1)
-quick = settings(max_examples=60, deadline=None)
+quick = settings(max_examples=60)
 
 
 @quick

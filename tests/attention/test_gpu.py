@@ -92,7 +92,7 @@ def test_heads_of_a_group_and_all_at_once_in_16_bits(heads, T):
 
 
 @pytest.mark.slow
-@settings(max_examples=6, deadline=None, derandomize=True, database=None)
+@settings(max_examples=6, derandomize=True, database=None)
 @given(st.data())
 def test_random_cases(data):
     draw = data.draw

@@ -121,7 +121,7 @@ def test_the_content_of_empty_slots_changes_nothing(garbage, rotated):
     np.testing.assert_array_equal(both("shared", garbage=garbage, rotated=rotated)[0], clean)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.permutations(range(SLOTS)), st.sampled_from([1, 7, 64]))
 def test_neither_the_order_of_slots_nor_the_block_matters(order, block):
     found, full = both("shared", window=11, block=block, order=np.asarray(order), garbage=np.nan)

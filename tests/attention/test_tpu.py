@@ -89,7 +89,7 @@ def test_decoding_against_a_long_cache(T):
 
 # No shrinking, because an example takes a second.
 @pytest.mark.slow
-@settings(max_examples=10, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=10, derandomize=True, phases=[Phase.explicit, Phase.generate])
 @given(st.data())
 def test_random_shapes_and_features(data):
     draw = data.draw

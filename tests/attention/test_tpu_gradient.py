@@ -116,7 +116,7 @@ def test_blocks_of_512_and_many_heads(more):
 
 # No shrinking, because an example takes seconds.
 @pytest.mark.slow
-@settings(max_examples=20, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=20, derandomize=True, phases=[Phase.explicit, Phase.generate])
 @given(st.data())
 def test_random_shapes_and_features(data):
     draw = data.draw

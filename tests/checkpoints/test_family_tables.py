@@ -180,7 +180,7 @@ def shape_of(family: str, heads: int, groups: int, head_dim: int) -> ModelConfig
     )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     family=st.sampled_from([*FAMILIES, "gguf"]),
     heads=st.integers(1, 3),

@@ -75,7 +75,7 @@ def put(slots, size, capacity, positions, counts, real):
     return write(slots, 0, kept(size, capacity), new, new, chunk)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.lists(st.integers(1, 40), min_size=2, max_size=2),
     st.sampled_from([1, 8, 64]),

@@ -19,6 +19,7 @@ from pe_lab.model import encoding_check
 from pe_lab.model.encoding_check import TOLERANCE, Subject, check, context_parallel, learned, packed, relative
 from pe_lab.parallel import AxisRules, make_mesh, use_mesh
 from pe_lab.positional import HOOKS, Encoding, Layer, Parameter, has, label, layers, register
+from pe_lab.positional.hooks import is_external
 from pe_lab.positional.registry import ENCODINGS
 
 
@@ -185,18 +186,21 @@ def test_what_does_not_hold_is_found(name, fails):
 
 
 def switched(layer):
-    """A layer, and with each setting that chooses between ways of computing."""
+    """A layer, and with each setting that chooses between ways of computing; not between initial values."""
     encoding, kinds = layer.encoding, typing.get_type_hints(type(layer.encoding))
     yield layer
     for field in dataclasses.fields(encoding):
         now, kind = getattr(encoding, field.name), kinds[field.name]
         others = [4] if field.name == "convolution" else [not now] if kind is bool else []
+        if field.name in ("start", "initial", "trained"):
+            continue
         others += [one for one in typing.get_args(kind) if typing.get_origin(kind) is typing.Literal and one != now]
         for other in others:
             yield dataclasses.replace(layer, encoding=dataclasses.replace(encoding, **{field.name: other}))
 
 
-EVERY = [one for layer in default_layers()[0] for one in switched(layer)]
+OWN = [layer for layer in default_layers()[0] if not is_external(type(layer.encoding))]
+EVERY = [one for layer in OWN for one in switched(layer)]
 EVERY = list({label(one): one for one in EVERY}.values())
 
 

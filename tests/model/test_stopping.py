@@ -79,7 +79,7 @@ def test_the_space_before_a_first_word_is_kept():
     assert [ending.push(3), ending.push(4)] == [" is", " here"]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.binary(max_size=40), st.lists(st.sampled_from(["ab", "a", "b\n", "é", "bab", "\n\n"]), max_size=3))
 def test_pieces_are_the_text_however_bytes_fall(data, stop):
     pieces, ending = run(data, stop)
@@ -89,7 +89,7 @@ def test_pieces_are_the_text_however_bytes_fall(data, stop):
     assert ending.text == (whole[:begin] if end else whole)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.text("ab\n", max_size=12),
     st.lists(st.integers(1, 3), min_size=12),

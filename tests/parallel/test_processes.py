@@ -216,7 +216,7 @@ def test_two_hosts_of_a_slice_join_through_jaxs_own_detection(tmp_path, metadata
                 stderr=subprocess.PIPE,
             )
         )
-    printed = [process.communicate(timeout=120) for process in started]
+    printed = [process.communicate(timeout=300) for process in started]
     assert [out for out, _ in printed] == ["2 0 2\n", "2 1 2\n"], printed
 
 

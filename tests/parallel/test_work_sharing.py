@@ -118,7 +118,7 @@ def run(monkeypatch):
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(timeout=20)
+            thread.join(timeout=300)
         assert not any(thread.is_alive() for thread in threads)
         return found, store.values
 

@@ -61,7 +61,7 @@ def test_heads_with_the_lowest_or_highest_scores(count, order, heads):
     assert select_heads(SCORES, count, order) == heads
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data(), st.integers(1, 5), st.integers(1, 5), st.booleans())
 def test_selection_is_by_score_then_layer_then_head_over_all_layers_together(data, num_layers, num_heads, ascending):
     values = st.sampled_from([-2.0, -1.0, 0.0, 0.5, 1e9])  # many ties
@@ -131,7 +131,7 @@ def test_scores_with_a_hole_do_not_rank_heads(tmp_path, hole):
 ROPES = layers("rope", N)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     training=st.integers(1, 1 << 17),
     base=st.floats(10, 1e7),
@@ -244,7 +244,7 @@ def test_denoising_keeps_windows_scales_and_earlier_edits_and_can_be_repeated():
     assert schedule.structure[0].window == 64
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     method=st.sampled_from(["parts", "all", "gaussian"]),
     count=st.integers(0, N * H),

@@ -28,7 +28,7 @@ HEAD_DIM = st.integers(1, 128).map(lambda pairs: 2 * pairs)
 BASE = st.floats(1.5, 1e9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(HEAD_DIM, BASE)
 def test_rope_is_its_formula(head_dim, base):
     inv_freq, gain = frequencies(Rope(base), head_dim)
@@ -38,7 +38,7 @@ def test_rope_is_its_formula(head_dim, base):
     assert (gain == 1).all()
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(HEAD_DIM, BASE, st.floats(0, 1))
 def test_p_rope_is_rope_with_its_slow_pairs_at_rest(head_dim, base, fraction):
     full, kept = frequencies(Rope(base), head_dim)[0], frequencies(Rope(base, fraction), head_dim)[0]
@@ -47,7 +47,7 @@ def test_p_rope_is_rope_with_its_slow_pairs_at_rest(head_dim, base, fraction):
     assert (kept[count:] == 0).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(HEAD_DIM, BASE)
 def test_the_ends_of_both_fractions_are_rope_and_nope_to_the_bit(head_dim, base):
     rope, nope = frequencies(Rope(base), head_dim), frequencies(NoPE(), head_dim)
@@ -56,7 +56,7 @@ def test_the_ends_of_both_fractions_are_rope_and_nope_to_the_bit(head_dim, base)
             np.testing.assert_array_equal(frequencies(kind(base, fraction), head_dim), end)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(HEAD_DIM, BASE, st.floats(0, 1))
 def test_partial_rope_is_rope_of_a_narrower_head(head_dim, base, fraction):
     width = PartialRope(base, fraction).rotated_channels(head_dim)
@@ -140,7 +140,7 @@ def test_alibi_slopes_of_fourteen_heads_are_eight_and_six():
     np.testing.assert_allclose(slopes[8:], 2.0 ** -np.arange(0.5, 6))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(heads=st.integers(1, 200))
 def test_alibi_slopes_are_distinct_penalties(heads):
     slopes = alibi_slopes(heads)

@@ -111,7 +111,7 @@ def test_strategies_know_every_kind():
     assert len(SCALINGS) == len(IN_TEXTS) + 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(LAYER)
 def test_json_round_trip(layer):
     text = json.dumps(to_json(layer), allow_nan=False)
@@ -145,7 +145,7 @@ def test_json_of_every_kind_and_with_whole_numbers_as_other_programs_write_them(
     assert from_json(plain(json.loads(json.dumps(to_json(layer))))) == layer
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(LAYER)
 def test_every_layer_has_a_name_a_person_can_read(layer):
     text = label(layer)
@@ -188,7 +188,7 @@ def text_of(layer, short=True):
     return text
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(described(TEXT_SCALING), st.booleans())
 def test_text_round_trip(layer, short):
     assert parse(text_of(layer, short)) == layer

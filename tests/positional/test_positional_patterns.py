@@ -50,7 +50,7 @@ def test_a_list_of_layers_is_repeated_from_the_bottom_up():
     assert described == (LOCAL, LOCAL, LOCAL, NOPE) * 2
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(period=st.integers(1, 7), count=st.integers(1, 40))
 def test_a_pattern_is_periodic_and_only_cut_when_it_says_so(period, count):
     items = [Layer(Rope(), n + 1) for n in range(period)]
@@ -184,7 +184,7 @@ def test_drop_takes_encodings_and_edits_of_heads_and_leaves_windows_and_logit_sc
         assert new == (Layer(NoPE(), old.window, old.logit_scale) if n in chosen else old), n
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.sets(st.integers(0, 23)), st.sets(st.integers(0, 23)))
 def test_drops_add_up_and_a_drop_is_the_last_word(first, second):
     one_by_one = drop(sorted(second)).apply(drop(sorted(first)).apply(MIXED))

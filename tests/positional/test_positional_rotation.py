@@ -96,7 +96,7 @@ def test_tables_are_right_far_out(length):
     np.testing.assert_allclose(sin[0], np.sin(true), rtol=0, atol=BOUND)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.floats(0, 2 * math.pi, exclude_max=True), min_size=3, max_size=3),
     st.integers(0, 2**31 - 1),
@@ -177,7 +177,7 @@ def test_p_rope_of_zero_is_the_identity_bit_for_bit(x):
 POSITION = st.one_of(st.integers(0, 300), st.integers(0, 2**31 - 1))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(base=st.floats(2, 1e8), seed=st.integers(0, 99), at=st.lists(POSITION, min_size=12, max_size=12))
 def test_one_is_rope_and_zero_is_nope_bit_for_bit_at_any_base_and_position(base, seed, at):
     x = jnp.asarray(np.random.default_rng(seed).standard_normal((2, 6, 3, 32)), jnp.float32)
@@ -200,7 +200,7 @@ def test_a_fraction_of_zero_is_nope_for_the_compiled_program_too():
         assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(schedule), jax.tree.leaves(none), strict=True))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     inv_freq=st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 6)), min_size=16, max_size=16),
     at=st.lists(POSITION, min_size=12, max_size=12),
@@ -286,7 +286,7 @@ def pair_norms(x):
     return np.hypot(first, second)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rotary=st.sampled_from(ROTARY), at=st.lists(POSITION, min_size=8, max_size=8), seed=st.integers(0, 99))
 def test_norms_are_kept_where_there_is_no_gain_and_grow_by_the_gain_where_there_is(rotary, at, seed):
     encoding, length = rotary
@@ -309,7 +309,7 @@ def scores(fixed_freq, gain, query, key, at):
     return jnp.einsum("bhk,bhk->b", result[:, 0], result[:, 1])
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     rotary=st.sampled_from(ROTARY),
     i=st.integers(0, 2**20),

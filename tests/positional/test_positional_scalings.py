@@ -147,7 +147,7 @@ def test_a_factor_of_one_changes_nothing(kind, scaling, base):
 # PI and NTK.
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(factor=st.floats(1, 1e6), base=st.floats(2, 1e8), head_dim=st.sampled_from([2, 64, 96, 128]))
 def test_interpolation_divides_every_frequency(factor, base, head_dim):
     np.testing.assert_allclose(ratio(PI(factor), head_dim, base), 1 / factor, rtol=1e-14)
@@ -160,7 +160,7 @@ def test_ntk_check_values():
     assert gain(NTK(2.0)) == 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(factor=st.floats(1, 1e3), head_dim=st.sampled_from([4, 64, 96, 128]), base=st.floats(2, 1e8))
 def test_ntk_keeps_the_fastest_pair_and_divides_the_slowest_by_the_factor(factor, head_dim, base):
     change = ratio(NTK(factor), head_dim, base)
@@ -169,7 +169,7 @@ def test_ntk_keeps_the_fastest_pair_and_divides_the_slowest_by_the_factor(factor
     assert (np.diff(change) <= 1e-12).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(factor=st.floats(1, 1e3), head_dim=st.sampled_from([4, 64, 96, 128]), base=st.floats(2, 1e6))
 def test_ntk_is_rope_of_a_larger_base(factor, head_dim, base):
     larger = base * factor ** (head_dim / (head_dim - 2))
@@ -221,7 +221,7 @@ def test_dynamic_ntk_at_its_target_is_sglangs_table(length, alpha, growth):
     assert (factor_one[1:] > 1.001 * dynamic[1:]).all()
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     length=st.integers(1, 1 << 24),
     training=st.integers(1, 1 << 20),
@@ -239,7 +239,7 @@ def test_dynamic_ntk_follows_its_formula_below_at_and_above_the_training_length(
     assert (gains == 1).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(length=st.integers(1, 1 << 24), training=st.integers(1, 1 << 20), base=st.floats(2, 1e7))
 def test_dynamic_ntk_of_factor_one_is_ntk_to_the_bit(length, training, base):
     dynamic = frequencies(Rope(base, scaling=DynamicNTK(training)), 64, length)
@@ -308,7 +308,7 @@ def test_a_ramp_over_frequencies_is_position_interpolation_and_ours_is_not():
     assert (ours[:21] > 1.05 * interpolated[:21]).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(factor=st.floats(1, 1e3), base=st.floats(1e2, 1e8), length=st.integers(64, 1 << 20))
 def test_yarn_lies_between_rope_and_interpolation(factor, base, length):
     encoding = Rope(base, scaling=Yarn(factor, length))
@@ -320,7 +320,7 @@ def test_yarn_lies_between_rope_and_interpolation(factor, base, length):
     np.testing.assert_allclose(gains, 0.1 * math.log(factor) + 1, rtol=1e-12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     factor=st.floats(1, 1e3),
     base=st.floats(1e4, 1e8),
@@ -336,7 +336,7 @@ def test_ntk_by_parts_is_yarn_without_its_attention_factor(factor, base, length,
     np.testing.assert_array_equal(parts[1], 1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     length=st.integers(1, 1 << 24),
     training=st.integers(64, 1 << 20),
@@ -382,7 +382,7 @@ def test_llama3_check_values():
     assert gain(Llama3()) == 1
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     factor=st.floats(1, 100),
     low=st.floats(0.25, 4),

@@ -52,10 +52,8 @@ def test_the_lease_of_a_process_that_has_ended_here_is_taken_at_once(tmp_path):
         pass
     process.send_signal(signal.SIGKILL)
     process.wait()
-    began = time.monotonic()
-    with lease(tmp_path / LEASE, refuse, refuse):
+    with lease(tmp_path / LEASE, refuse, refuse):  # who waits says so, and is refused
         assert json.loads((tmp_path / LEASE).read_text())["pid"] == os.getpid()
-    assert time.monotonic() - began < 1
 
 
 HOLDS = """

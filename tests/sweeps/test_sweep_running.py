@@ -63,7 +63,7 @@ def starts(directory, name="a"):
 
 
 def wait_for(path):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 300
     while not path.exists():
         assert time.monotonic() < deadline, path
         time.sleep(0.01)

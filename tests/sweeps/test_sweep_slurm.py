@@ -101,7 +101,7 @@ def test_preempted_cells_of_an_array_go_on(cluster: dict[str, str], tmp_path: Pa
     try:
 
         def ask(*words: str) -> str:
-            return subprocess.run(words, env=cluster, capture_output=True, text=True, timeout=60, check=True).stdout
+            return subprocess.run(words, env=cluster, capture_output=True, text=True, timeout=300, check=True).stdout
 
         def step(name: str) -> int:
             file = sweep / name / "pretrain" / "metrics.jsonl"

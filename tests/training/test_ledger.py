@@ -35,18 +35,18 @@ def test_seconds_are_in_the_bucket_of_their_block(tmp_path):
     ledger.end_steps()
     ledger.begin_step("a", 2)  # after a rewind
     time.sleep(0.07)
+    closing = process_age()
     ledger.close()
     lived = process_age()
     assert ledger.opened
     seconds = balance(read_ledger(path)).seconds
-    # A sleep is never shorter than asked for, and on a busy machine longer; the sum is exact.
+    # A sleep is never shorter than asked for, and on a busy machine longer; the sum is exact, to ticks of the clock.
     assert seconds["start_up"] >= age and seconds["data_wait"] >= 0.2
     assert seconds["step"] >= 0.2 and seconds["replayed_steps"] >= 0.07
-    assert seconds["step"] + seconds["replayed_steps"] + seconds["data_wait"] < 0.47 + 2.0
     assert {bucket for bucket in BUCKETS if not seconds[bucket]} == {
         "compile", "validation", "save_blocking", "restore", "down"
     }  # fmt: skip
-    assert sum(seconds.values()) == pytest.approx(lived, abs=0.1)
+    assert closing - 0.02 <= sum(seconds.values()) <= lived + 0.02
 
 
 def test_the_balance_of_a_run_that_was_killed():
@@ -98,9 +98,10 @@ def test_the_buckets_add_up_to_wall_time_over_kills(tmp_path):
         log = tmp_path / "run/pretrain/metrics.jsonl"
         return log.exists() and log.read_bytes().count(b"\n") >= step
 
-    begun = time.time()
+    begun, started = time.time(), None
     for step in (700, 1500):
         process = start(argv, tmp_path)
+        started = started or time.time()
         while not reached(step):
             assert process.poll() is None, process.communicate()[0]
             time.sleep(0.05)
@@ -115,8 +116,8 @@ def test_the_buckets_add_up_to_wall_time_over_kills(tmp_path):
     assert len(found.starts) == 3
     # The last process writes its last record before Python ends, and its creation is the begin of the wall time.
     last = records(path)[-1]["time"]
-    assert last <= ended <= last + 3
-    assert found.wall == pytest.approx(last - begun, rel=0.01)
+    assert last <= ended
+    assert last - started - 0.1 <= found.wall <= last - begun + 0.1
     assert all(seconds >= 0 for start in found.starts for seconds in start.values())
     assert all(found.seconds[bucket] > 0 for bucket in BUCKETS)  # it was killed between checkpoints
     for one in found.starts[1:]:
