@@ -13,6 +13,7 @@ from typing import Any
 from pe_lab.config import register_descriptions
 from pe_lab.errors import ConfigError, did_you_mean, excerpt
 from pe_lab.positional.encodings import PartialRope, Rope
+from pe_lab.positional.hooks import call
 from pe_lab.positional.layers import HEAD_KINDS, Beta, Drop, HeadEdit, Layer, Pattern, Rescale
 from pe_lab.positional.registry import ENCODINGS, registered_name
 from pe_lab.positional.scalings import SCALINGS
@@ -178,7 +179,7 @@ def build(kind: type, values: Mapping[str, Any], where: str) -> Any:
     required = [n for n, f in fields.items() if f.default is dataclasses.MISSING and n not in values]
     if required:
         raise ConfigError(f"'{where}': {kind.__name__} needs {', '.join(required)}.")
-    return kind(**ready)
+    return call(kind, "", **ready)
 
 
 _YOUR_OWN = "One of your own is registered by the file that defines it: --encodings=FILE.py."

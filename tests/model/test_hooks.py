@@ -16,6 +16,7 @@ from pe_lab.model import Decoder, Model, Request, Schedules
 from pe_lab.model.chunked_forward import ChunkedForward
 from pe_lab.parallel import AxisRules, make_mesh, use_mesh
 from pe_lab.positional import Encoding, Layer, Parameter, build_schedule, layer_hooks, layers, register
+from pe_lab.positional.hooks import call
 
 CONFIG = ModelConfig(vocab_size=64, layers=4, d_model=32, d_ff=64, heads=4, kv_heads=2, dtype="float32")
 CONFIG = dataclasses.replace(CONFIG, attention_chunk=8, attention="chunked")
@@ -153,6 +154,16 @@ def test_on_meshes(name, mesh):
         assert_close(loss_and_gradient(model, schedule, params), expected, 5e-5)
 
 
+@pytest.mark.parametrize("text", ["forgetting", "selective_rope:convolution=4"])
+def test_training_with_running_sums_begins_on_a_context_axis(text):
+    """The shapes of hooks are those of a sequence that the axis divides."""
+    model, schedule, _ = model_of("nope")
+    schedule = build_schedule(layers(text, 4), 4, 2, 8)
+    alone = model.attention_by_layer(schedule.structure, 32, segments=True)
+    with use_mesh(make_mesh(MeshConfig(data=1, context=4), jax.devices()[:4]), AxisRules()):
+        assert model.attention_by_layer(schedule.structure, 32, segments=True) == ("chunked",) * 4 == alone
+
+
 @register("looks_two_back")
 @dataclass(frozen=True)
 class LooksTwoBack(Encoding):
@@ -194,6 +205,8 @@ def bad(**methods):
     [
         ({"bias": lambda self, p, q, k: jnp.zeros((7, len(q), len(k)))}, r"Bad.bias returned shape \[7, 8, 8\]"),
         ({"encode": lambda self, p, q, k, at, x: q}, r"Bad.encode returned shape .* must return queries"),
+        ({"encode": lambda self, p, q, k, at, x: None}, r"Bad.encode returned shape NoneType; it must return queries"),
+        ({"output": lambda self, p, x, out, value: None}, r"Bad.output returned a NoneType; it must return an array"),
         ({"encode": lambda self, p, q, k, at, x: (q[..., :4], k)}, "one K"),
         ({"key_bias": lambda self, p, x: x}, r"Bad.key_bias returned shape .* must return \[B, H, S\]"),
         ({"output": lambda self, p, x, out, value: value}, r"Bad.output returned .* \[B, T, H, K\]"),
@@ -212,6 +225,45 @@ def test_a_wrong_shape_names_the_encoding(hooks, message):
         schedule = build_schedule(described, 4, 2, 8)
         model = Model(CONFIG, hooks=schedule.hooks)
         jax.eval_shape(model.apply, model.shapes, TOKENS[:, :8], None, None, schedule)
+
+
+def raises(*_):
+    raise KeyError("missing")
+
+
+@pytest.mark.parametrize(
+    "hook",
+    ["encode", "bias", "key_bias", "logits", "sink", "output", "running_sum", "frequencies", "slopes", "init"],
+)
+def test_a_hook_that_raises_is_named_with_its_line(hook):
+    one = bad(**({"sink": lambda self, p: jnp.zeros(4)} | {hook: raises}))
+    if hook == "init":
+        one = register("raising_init")(type(one))()
+    with pytest.raises(UserError, match=f"Bad.{hook} raised KeyError: 'missing' .*test_hooks.py, line [0-9]+: raise"):
+        schedule = build_schedule((Layer(one),) * 4, 4, 2, 8)
+        model = Model(CONFIG, hooks=schedule.hooks)
+        jax.eval_shape(model.apply, model.shapes, TOKENS[:, :8], None, None, schedule)
+
+
+def test_errors_of_pe_lab_keep_their_traceback_and_a_function_is_named():
+    with pytest.raises(TypeError, match="NoneType"):
+        call(layers("rope", 1)[0].encoding, "frequencies", None, None)
+    with pytest.raises(UserError, match="raises raised KeyError: 'missing' "):
+        call(raises, "", 1)
+
+
+@register("raising_settings")
+@dataclass(frozen=True)
+class RaisingSettings(Encoding):
+    period: float = 1.0
+
+    def __post_init__(self):
+        raise ZeroDivisionError(f"period {self.period}")
+
+
+def test_settings_that_raise_are_named():
+    with pytest.raises(UserError, match="RaisingSettings raised ZeroDivisionError: period 2.0 .* line [0-9]+: raise"):
+        layers("rope/with=raising_settings:period=2", 1)
 
 
 @pytest.mark.parametrize(
