@@ -27,7 +27,8 @@ class ForgettingGate(Encoding):
     the hook gives -c_j alone. Exact under a cache by its `running_sum`.
 
     It does not cancel against a sink: beside `LearnedSink` the sink weighs e^(-c_i) too little, which no hook can
-    correct. Float32 logits near c lose c 6e-8 in precision: 0.005 at 130,000 tokens of gates at 0.5.
+    correct. Sums begin with the document. Float32 logits near c lose c 6e-8 in precision: 0.005 in a document of
+    130,000 tokens of gates at 0.5.
 
     Attributes:
       memory: tokens after which a gate reduces a weight to 1/e at the start: b = -ln(e^(1 / memory) - 1) and W = 0. A
