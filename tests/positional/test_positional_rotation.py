@@ -519,7 +519,7 @@ def test_the_gradient_of_learned_frequencies_is_that_of_finite_differences(first
     found, middle, step = jax.jit(jax.grad(score))(learned), learned.astype(np.float64), 1e-7
     differences = [(exact(middle + step * one) - exact(middle - step * one)) / (2 * step) for one in np.eye(4)]
     # A gradient of float32 is position times a sum that cancels: queries and keys rotate by the same amount.
-    np.testing.assert_allclose(found, differences, rtol=1e-6, atol=2e-3 + 2e-6 * first)
+    np.testing.assert_allclose(found, differences, rtol=1e-6, atol=2e-3 + 5e-6 * first)
     assert np.abs(differences).min() > 20
 
 
