@@ -93,6 +93,17 @@ def last_validation(run: Run) -> float | None:
     return points[-1] if points else None
 
 
+def finished_members(run: Run) -> list[Run]:
+    """The members of a group that have finished, or the run itself."""
+    return [member for member in run.members or (run,) if finished(member)]
+
+
+def last_losses(run: Run) -> list[float]:
+    """The last validation losses of the members of a group that have finished, or of the run itself."""
+    considered = finished_members(run) if run.members else [run]
+    return [loss for member in considered if (loss := last_validation(member)) is not None]
+
+
 def by_seed(values: Mapping[Any, float | None], baseline: Mapping[Any, float | None]) -> Difference | None:
     """The difference `values - baseline`, each {seed: value}, over the seeds that both have; None without one."""
     pairs = [(value, baseline.get(seed)) for seed, value in values.items()]
@@ -131,6 +142,36 @@ def representative(run: Run, table: Table) -> str | None:
     order = {phase.name: n for n, phase in enumerate(run.phases)}
     phases = {str(label): order.get(table.variants[label].get("phase"), -1) for label in trained or table.variants}
     return max(phases, key=phases.__getitem__, default=None)
+
+
+def stand_ins(runs: Sequence[Run], of: Table) -> tuple[Table, dict[str, str]]:
+    """A table of the suite and source of `of` with one variant for each run, under the run's name; and their labels."""
+    cells, variants, labels = {}, {}, {}
+    known = {column.key for column in of.columns}  # lengths in tokens alone have no place on an axis of multiples
+    for run in runs:
+        own = next((one for one in build_tables(of.suite, [run]) if one.source == of.source), None)
+        if own is None or not own.cells or not (label := representative(run, own)):
+            continue
+        labels[run.name], variants[run.name] = label, own.variants[label]
+        cells |= {(run.name, key): cell for (one, key), cell in own.cells.items() if one == label and key in known}
+    return Table(of.suite, of.source, of.columns, variants, cells), labels
+
+
+def paired_scores(
+    runs: Sequence[Run], of: Table, labels: Mapping[str, str], column: Column, best: str, other: str
+) -> Difference | None:
+    """The difference `best - other` of two groups, named as in `stand_ins`, in pairs of seeds; None without two."""
+    by_name = {run.name: run for run in runs}
+
+    def read(name: str) -> Callable[[Run], float | None]:
+        def score(run: Run) -> float | None:
+            table = next((one for one in build_tables(of.suite, [run]) if one.source == of.source), None)
+            cell = table.cell(labels[name], column) if table else None
+            return cell.score if cell and math.isfinite(cell.score) else None
+
+        return score
+
+    return _of_members(by_name[other], by_name[best], read(other), read(best))
 
 
 def paired_differences(runs: Sequence[Run], suites: Sequence[str]) -> list[Paired]:

@@ -11,9 +11,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from pe_lab.errors import DataError
+from pe_lab.results.formatting import shortened
 from pe_lab.results.records import Record, as_dict, mappings, number
+from pe_lab.results.unfinished import FOLDER
 from pe_lab.results.variants import EXTERNAL
 from pe_lab.storage import AnyPath, absolute, json_object, log_exists, read_log
+
+LARGEST = 2**53  # steps or tokens of a run; floats are exact up to here
 
 if TYPE_CHECKING:
     from pe_lab.analysis.study import Written
@@ -103,7 +107,8 @@ class Run:
     """One run directory.
 
     `source` names the external checkpoint that it was imported from, or is empty. `studies` are those of
-    `analysis/NAME`, by NAME. `members` are the runs of a group, which is read as one run (`analysis.groups`).
+    `analysis/NAME`, by NAME. `members` are the runs of a group, which is read as one run (`analysis.groups`). `plans`
+    has the measurements of each evaluation that has begun and not ended.
     """
 
     name: str
@@ -116,6 +121,7 @@ class Run:
     studies: Mapping[str, Written] = field(default_factory=dict)
     ledger: list[Record] = field(default_factory=list)  # ledger.jsonl
     members: tuple[Run, ...] = ()
+    plans: list[list[Record]] = field(default_factory=list)  # evaluation/unfinished/*.json
 
     @property
     def config(self) -> Record:
@@ -160,8 +166,9 @@ def read_run(directory: AnyPath) -> Run:
     own_phase, run_file = directory / "phase.json", directory / "run.json"
     inside = _directories(directory)
     phase_files = sorted(p / "phase.json" for p in inside if (p / "phase.json").is_file())
-    evaluated = (directory / "evaluation").iterdir() if directory / "evaluation" in inside else ()
+    evaluated = list((directory / "evaluation").iterdir()) if directory / "evaluation" in inside else []
     evaluation_files = sorted(p for p in evaluated if p.suffix == ".jsonl")
+    plan_files = sorted(p for folder in evaluated if folder.name == FOLDER for p in folder.iterdir())
     studies = _directories(directory / "analysis") if directory / "analysis" in inside else []
     study_files = sorted(p / "study.json" for p in studies if (p / "study.json").is_file())
     if not any((run_file.exists(), own_phase.exists(), phase_files, evaluation_files, study_files)):
@@ -187,7 +194,8 @@ def read_run(directory: AnyPath) -> Run:
     studies = _read_studies(study_files, problems)
     ledger = _read_records(directory / "ledger.jsonl", directory, [])  # of runs without it, nothing is missing
     source = source or _imported_from(phases)
-    return Run(name, directory, info, phases, evaluation, problems, source, studies, ledger)
+    plans = [mappings(_read_json(p, directory, problems).get("planned")) for p in plan_files if p.suffix == ".json"]
+    return Run(name, directory, info, phases, evaluation, problems, source, studies, ledger, plans=plans)
 
 
 def _directories(directory: AnyPath) -> list[AnyPath]:
@@ -234,7 +242,21 @@ def _read_phase(path: AnyPath, root: AnyPath, problems: list[str]) -> Phase:
     trained = number(info, "steps") or log_exists(directory / "metrics.jsonl")  # surgery makes phases without steps
     metrics = _read_records(directory / "metrics.jsonl", root, problems) if trained else []
     speed = _read_records(directory / "speed.jsonl", root, [])  # of runs without it, nothing is missing
+    odd = [record for record in metrics if not all(_is_count(record.get(name)) for name in ("step", "tokens"))]
+    if odd:
+        name, value = next((n, odd[0][n]) for n in ("step", "tokens") if not _is_count(odd[0].get(n)))
+        where = (directory / "metrics.jsonl").relative_to(root)
+        problems.append(
+            f"{where}: {len(odd)} record(s) whose step or tokens are no count are left out (first: {name} "
+            f"{shortened(str(value), 30)})."
+        )
+        metrics = [record for record in metrics if all(_is_count(record.get(name)) for name in ("step", "tokens"))]
     return Phase(str(info.get("phase") or absolute(directory).name), info, metrics, speed)
+
+
+def _is_count(value: object) -> bool:
+    """Whether a value can be a number of steps or tokens, or is not known (None)."""
+    return value is None or (not isinstance(value, bool) and isinstance(value, int | float) and 0 <= value <= LARGEST)
 
 
 def _read_studies(paths: Sequence[AnyPath], problems: list[str]) -> dict[str, Written]:

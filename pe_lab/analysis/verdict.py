@@ -1,4 +1,5 @@
-"""The report's headline: whether the dropped model beats the best RoPE variant past the training length.
+"""The report's headline: whether the dropped model beats the best RoPE variant past the training length; without one,
+which variant is the best.
 
 At each length the dropped model is compared with the RoPE variant of the best score at that length, so the comparison
 favours RoPE. One variant of the dropped model is compared at all lengths, chosen before the scores are read: with the
@@ -12,9 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pe_lab.results.formatting import listing, short_number, shortened
+from pe_lab.results.intervals import Z95
+from pe_lab.results.paired import Difference
 from pe_lab.results.records import Record
 from pe_lab.results.scores import Cell, Column, Table, compare
 from pe_lab.results.variants import DROPPED, is_dropped, is_rotary, kind
+
+# (table, column, best, next) -> their difference in pairs of seeds, in units of the score
+Differences = Callable[[Table, Column, str, str], Difference | None]
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,7 @@ class Verdict:
       details: more sentences.
       duels: the duels of each table.
       opening: the two scores of the nearest and the farthest duel.
+      cautions: what the scores lack (`standing.cautions`), to be read before the headline.
     """
 
     headline: str
@@ -62,6 +69,13 @@ class Verdict:
     details: list[str] = field(default_factory=list)
     duels: list[tuple[Table, list[Duel]]] = field(default_factory=list)
     opening: str = ""
+    cautions: list[str] = field(default_factory=list)
+
+    @property
+    def sentences(self) -> list[str]:
+        """The opening and the headline; the first one begins with `Preliminary` where there are cautions."""
+        first, *more = filter(None, (self.opening, self.headline))
+        return [f"Preliminary: {first}" if self.cautions else first, *more]
 
 
 def judge(needles: Table | None, perplexity: Table | None, source: str = "") -> Verdict:
@@ -78,7 +92,10 @@ def judge(needles: Table | None, perplexity: Table | None, source: str = "") -> 
     if not decided:
         first = judged[0][0]
         dropped = any(is_dropped(record) for record in first.variants.values())
-        headline = imported_headline(first, source) if source and not dropped else _undecided(first)
+        if source and not dropped:
+            headline = imported_headline(first, source)
+        else:
+            headline = _undecided(first) if dropped else best_headline([table for table, _ in judged])
         return Verdict(headline, "missing", details, judged)
     outcomes = {duel.outcome for _, found in decided for duel in found}
     tone = "win" if outcomes == {"win"} else "mixed" if "win" in outcomes else "loss"
@@ -154,12 +171,81 @@ def _opening(table: Table, found: Sequence[Duel]) -> str:
 
 
 def _undecided(table: Table) -> str:
-    """The headline of a run without a verdict: the measurement that is missing."""
-    if not any(is_dropped(record) for record in table.variants.values()):
-        return "No dropped model has been evaluated here yet, so there is nothing to compare RoPE with."
+    """The headline of a run with a dropped model and without a verdict: the measurement that is missing."""
     if not any(is_rotary(record) for record in table.variants.values()):
         return "The dropped model was evaluated, but RoPE was not, so there is nothing to compare it with."
     return "The dropped model and RoPE have not both been evaluated past the training length yet."
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Without a drop
+
+
+def best_headline(tables: Sequence[Table], unlike: str = "variants", differences: Differences | None = None) -> str:
+    """Which variant is the best at the greatest length, and by how much: a sentence for each table.
+
+    The difference to the next variant has its 95% interval: by `differences` where they are known, else as of
+    independent scores.
+
+    Args:
+      unlike: what the variants are: encodings, runs.
+      differences: (table, column, best, next) -> their paired difference in units of the score; None: no pairs.
+    """
+    sentences = []
+    for table in tables:
+        column = next((one for one in reversed(table.columns) if _ranked(table, one)), None)
+        if column is not None:
+            sentences.append(_best_sentence(table, column, unlike, differences))
+    return " ".join(sentences) or "Nothing that could be compared has been evaluated here yet."
+
+
+def _ranked(table: Table, column: Column) -> list[tuple[str, Cell]]:
+    """The variants at a length that have a number, the best first."""
+    known = [(str(label), cell) for label, cell in table.column(column).items() if math.isfinite(cell.score)]
+    return sorted(known, key=lambda item: -item[1].score)
+
+
+def _best_sentence(table: Table, column: Column, unlike: str, differences: Differences | None) -> str:
+    """`At 8× the training length YaRN has perplexity 9.60, the best of 5 variants: 13% lower [12, 14] than ...`"""
+    (name, best), *others = _ranked(table, column)
+    of = "the training length" if column.factor is not None else ""
+    at = of if column.factor == 1 else " ".join(filter(None, (column.title, of)))
+    start = f"At {at} {shortened(name)} {_has(table, best)}"
+    if not others:
+        return f"{start}; nothing else was measured."
+    rival, theirs = others[0]
+    found = differences(table, column, name, rival) if differences else None
+    against = f"{shortened(rival)} ({theirs.shown})"
+    if found is None and (best.stderr is None or theirs.stderr is None):
+        return f"{start}, the best of {len(others) + 1} {unlike}; next is {against}, without a known interval."
+    if found is None:
+        half = Z95 * math.hypot(best.stderr or 0.0, theirs.stderr or 0.0)
+        low, high = best.score - theirs.score - half, best.score - theirs.score + half
+    else:
+        low, high = found.low, found.high
+    mean = best.score - theirs.score if found is None else found.mean
+    pairs = f" in pairs of {found.count} seeds" if found is not None else ""
+    gap = _gap_with_interval(best, mean, low, high)
+    if low <= 0:
+        return f"{start}, the best of {len(others) + 1} {unlike}, but cannot be told from {against}: {gap}{pairs}."
+    return f"{start}, the best of {len(others) + 1} {unlike}: {gap}{pairs} than {against}."
+
+
+def _gap_with_interval(cell: Cell, mean: float, low: float, high: float) -> str:
+    """A difference of scores with its interval: `24 points more [20, 28]`, `13.0% lower [12.1, 13.9]`."""
+    if cell.share:
+        mean, low, high = (100 * value for value in (mean, low, high))
+        return f"{mean:.1f} points more [{low:.1f}, {high:.1f}]"
+    if not ("nll" in cell.record or "perplexity" in cell.record):
+        return f"{short_number(mean)} better [{short_number(low)}, {short_number(high)}]"
+    shares = [100 * (1 - math.exp(-max(min(value, 700.0), -700.0))) for value in (mean, low, high)]
+    if min(shares) < -1000:
+        return f"{mean:.3f} nats per token lower [{low:.3f}, {high:.3f}]"
+    return f"{shares[0]:.1f}% lower [{shares[1]:.1f}, {shares[2]:.1f}]"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The sentences of duels
 
 
 def _by_outcome(found: Sequence[Duel]) -> tuple[list[Duel], list[Duel], list[Duel], list[str]]:
@@ -240,8 +326,10 @@ def _at_training_length(judged: Sequence[tuple[Table, list[Duel]]]) -> str | Non
         duel = next((duel for duel in found if duel.column.key == 1), None)
         if duel:
             what = "needles" if table.suite == "needles" else "perplexity"
-            parts.append(f"{what} {duel.ours.shown} against {duel.theirs.shown} with RoPE ({words[duel.outcome]})")
-    return f"At the training length itself, the dropped model: {listing(parts)}." if parts else None
+            rival = f"{duel.theirs.shown} of {shortened(duel.rival)}"
+            parts.append(f"{what} {duel.ours.shown} against {rival} ({words[duel.outcome]})")
+            label = shortened(duel.label)
+    return f"At the training length itself, {label}: {listing(parts)}." if parts else None
 
 
 def _against_other_schemes(table: Table) -> str | None:
@@ -256,6 +344,6 @@ def _against_other_schemes(table: Table) -> str | None:
         unit = "needles" if "accuracy" in ours.record else "perplexity"
         return (
             f"At {column.title}, {shortened(label)} ({unit} {ours.shown}) is {words} {shortened(rival)} "
-            f"({theirs.shown}), which was not trained with RoPE at all."
+            f"({theirs.shown}), the best of the models with another encoding."
         )
     return None

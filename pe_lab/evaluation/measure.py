@@ -24,6 +24,7 @@ from pe_lab.model import complete
 from pe_lab.parallel import check_memory, first_then_others, on_first
 from pe_lab.positional import Alibi, Layer, label_layers
 from pe_lab.results.records import Record, RecordFile, finite
+from pe_lab.results.unfinished import announced
 from pe_lab.results.variants import PAPER_COEFFICIENT
 from pe_lab.storage import AnyPath
 from pe_lab.terminal import console
@@ -99,7 +100,9 @@ class Evaluation:
         models = ", ".join(dict.fromkeys(f"{s.model} ({s.path})" for s in self.subjects))
         out.print(f"{len(self.units)} measurements of {models}")
         records, finished = [], 0
-        with TokenProgress("compiling", sum(map(self.cost, self.units))) as progress:
+        directory = self.files["perplexity"].path.parent
+        planned = announced(directory, list(map(self._name, self.units)))
+        with planned, TokenProgress("compiling", sum(map(self.cost, self.units))) as progress:
             for unit in self.units:
                 name = f"{unit.suite} {unit.length:,} {unit.variant.label}"
                 for forward in self.forwards.values():
@@ -118,7 +121,7 @@ class Evaluation:
             out.print(sentence)
         if progress.read:
             out.print(progress.speed())
-        out.print(f"Records: {self.files['perplexity'].path.parent}")
+        out.print(f"Records: {directory}")
         return records
 
     # --------------------------------------------------------------------------------------------------------
@@ -214,13 +217,8 @@ class Evaluation:
 
     def _record(self, unit: Unit) -> tuple[Record, bool]:
         """The record of a unit, and whether it existed."""
-        variant = unit.variant
-        record: Record = {"suite": unit.suite} | variant.record(unit.length)
+        variant, record = unit.variant, self._name(unit)
         record |= {"seed": self.plan.settings.seed, "settings": self._settings(unit)}
-        if unit.suite != "beta":
-            record["source"] = self.mixture.sources[unit.source].name
-        if unit.suite == "perplexity" and self.plan.stride:
-            record["source"] += f", windows sliding by {self.plan.stride}"
         file = self.files[unit.suite]
         if not self.plan.again and (found := file.find(record)):
             renamed = found | {name: record[name] for name in ("label", "tokens_trained")}
@@ -235,6 +233,15 @@ class Evaluation:
         record = finite({**record, **measure(unit), "versions": versions()})
         file.put([record])
         return record, False
+
+    def _name(self, unit: Unit) -> Record:
+        """The keys of a unit's record that tell what it measures: suite, checkpoint, variant, length and source."""
+        record: Record = {"suite": unit.suite} | unit.variant.record(unit.length)
+        if unit.suite != "beta":
+            record["source"] = self.mixture.sources[unit.source].name
+        if unit.suite == "perplexity" and self.plan.stride:
+            record["source"] += f", windows sliding by {self.plan.stride}"
+        return record
 
     def _settings(self, unit: Unit) -> Record:
         """The settings that a record's numbers depend on; a record under other settings is measured again."""

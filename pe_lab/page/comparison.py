@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pe_lab.analysis.comparison import (
     Paired,
     differing,
-    finished,
-    last_validation,
+    finished_members,
+    last_losses,
     paired_differences,
-    representative,
+    stand_ins,
 )
 from pe_lab.analysis.groups import seed_words, spread
 from pe_lab.analysis.runs import Run
@@ -114,13 +114,8 @@ def _setting(value: object) -> str:
     return shortened(f"{value:g}" if isinstance(value, float) else str(value), 40) or "–"
 
 
-def _finished(run: Run) -> list[Run]:
-    """The members of a group that have finished, or the run itself."""
-    return [member for member in run.members or (run,) if finished(member)]
-
-
 def _status(run: Run) -> str:
-    done, of = len(_finished(run)), max(len(run.members), 1)
+    done, of = len(finished_members(run)), max(len(run.members), 1)
     if done == of:
         return "complete"
     return f"{done} of {of} seeds complete" if run.members else "not complete"
@@ -128,8 +123,7 @@ def _status(run: Run) -> str:
 
 def _last_loss(run: Run) -> object:
     """The last validation loss of a run; of a group the mean over its members that have finished, and of how many."""
-    considered = _finished(run) if run.members else [run]
-    values = [loss for member in considered if (loss := last_validation(member)) is not None]
+    values = last_losses(run)
     if not values:
         return "–"
     found = spread(values)
@@ -152,19 +146,10 @@ def _equal_settings(equal: dict[str, object]) -> Markup:
 
 def _score_comparison(runs: Sequence[Run], of: Table) -> Markup:
     """One curve for each run against length: that of the variant that stands for it."""
-    styles, cells, variants, labels = {}, {}, {}, {}
-    for index, run in enumerate(runs):
-        own = next((one for one in build_tables(of.suite, [run]) if one.source == of.source), None)
-        if own is None or not own.cells or not (label := representative(run, own)):
-            continue
-        styles[run.name], labels[run.name] = loss_charts.run_style(index), label
-        variants[run.name] = own.variants[label]
-        # Lengths in tokens alone have no place on an axis of multiples.
-        known = {column.key for column in of.columns}
-        cells |= {(run.name, key): cell for (one, key), cell in own.cells.items() if one == label and key in known}
+    some, labels = stand_ins(runs, of)
     if len(labels) < 2:
         return Markup("")
-    some = Table(of.suite, of.source, of.columns, variants, cells)
+    styles = {run.name: loss_charts.run_style(index) for index, run in enumerate(runs)}
     words = ""
     if len(set(labels.values())) > 1 or len(of.variants) > len(labels):
         each = "; ".join(f"{name}: {label}" for name, label in labels.items())

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
-from pe_lab.analysis.groups import pooled
+from pe_lab.analysis.comparison import last_losses, paired_differences, paired_scores, stand_ins
+from pe_lab.analysis.groups import pooled, spread
 from pe_lab.analysis.runs import Run
 from pe_lab.analysis.scores import build_tables
-from pe_lab.analysis.verdict import judge
+from pe_lab.analysis.verdict import best_headline, judge
 from pe_lab.page import file_script, provenance, study_script
 from pe_lab.page.comparison import comparison_parts, members_part, paired_sentence
 from pe_lab.page.heat_maps import heat_maps, palette_css
@@ -18,7 +21,8 @@ from pe_lab.page.stylesheet import CSS, SCRIPT
 from pe_lab.page.suites import SCORED, task_terms
 from pe_lab.page.tables import label_markup, swatch
 from pe_lab.page.variants import DEFINITIONS, GLOSSARY, NAMES, STYLES
-from pe_lab.results.formatting import listing
+from pe_lab.results.formatting import listing, shortened
+from pe_lab.results.scores import Column, Table
 from pe_lab.results.variants import kind
 
 READ = ("#read", "How to read this")
@@ -59,11 +63,12 @@ def build_page(runs: Sequence[Run]) -> str:
 def headline(runs: Sequence[Run]) -> str:
     """The page's verdicts as text, for the terminal."""
     groups = pooled(runs)
-    return "\n".join(
-        (f"{run.name}: " if len(groups) > 1 else "") + " ".join(filter(None, (found.opening, found.headline)))
-        for run in groups
-        for found in [work_out(run).verdict]
-    )
+    lines = []
+    for run in groups:
+        found = work_out(run).verdict
+        before = f"{run.name}: " if len(groups) > 1 else ""
+        lines += [f"{before}{line}" for line in (*found.cautions, " ".join(found.sentences))]
+    return "\n".join(lines)
 
 
 def _one_run(results: Results) -> Markup:
@@ -114,26 +119,62 @@ def _navigation(links: Sequence[tuple[str, str]]) -> Markup:
 
 
 def joint_headline(worked: Sequence[Results]) -> str:
-    """The verdict of the one run that has one, else of all runs together, where RoPE and DroPE are runs apart."""
+    """The verdict of the one run that has one, else of all runs together, where RoPE and DroPE are runs apart.
+
+    Of runs without a drop: which is the best, and by how much. Runs with `cautions` do not count.
+    """
     what = "groups of runs" if any(results.run.members for results in worked) else "runs"
-    decided = [results for results in worked if results.verdict.tone != "missing"]
+    sound = [results for results in worked if not results.verdict.cautions]
+    aside = [results.run.name for results in worked if results.verdict.cautions]
+    left_out = f" Left out, see its remarks: {shortened(listing(aside), 90)}." if aside else ""
+    decided = [results for results in sound if results.verdict.tone != "missing"]
     if len(decided) == 1:
-        return f"{decided[0].run.name}: {decided[0].verdict.headline}"
+        return f"{decided[0].run.name}: {decided[0].verdict.headline}{left_out}"
     if decided:
         wins = [results.run.name for results in decided if results.verdict.tone == "win"]
         return (
             f"{len(wins) or 'None'} of the {len(decided)} {what} that drop their positional encoding "
             f"{'beats' if len(wins) == 1 else 'beat'} every RoPE variant at all lengths past training"
-            f"{f': {listing(wins)}' if wins else ''}."
+            f"{f': {listing(wins)}' if wins else ''}.{left_out}"
         )
-    if len({results.run.training_length for results in worked}) == 1:
-        runs = [results.run for results in worked]
-        first = [next(iter(build_tables(suite, runs)), None) for suite in SCORED]
+    runs = [results.run for results in sound]
+    if len({run.training_length for run in runs}) == 1:
+        first = [next((one for one in build_tables(suite, runs) if one.cells), None) for suite in SCORED]
         verdict = judge(*first)
         if verdict.tone != "missing":
-            return f"Across runs: {verdict.headline}"
+            return f"Across runs: {verdict.headline}{left_out}"
+        if len(runs) > 1 and (sentence := _best_of(runs, [one for one in first if one], what)):
+            return f"{sentence}{left_out}"
+    return f"{len(worked)} {what} side by side, without a measurement that all of them have.{left_out}"
+
+
+def _best_of(runs: Sequence[Run], tables: Sequence[Table], what: str) -> str:
+    """Which run is the best past the training length, else by the last validation loss; "" where nothing is common."""
+    sentences = []
+    for table in tables:
+        some, labels = stand_ins(runs, table)
+        common = tuple(column for column in some.columns if len(some.column(column)) == len(runs))
+        if common:
+
+            def paired(of: Table, column: Column, best: str, other: str, labels: dict[str, str] = labels) -> Any:
+                return paired_scores(runs, of, labels, column, best, other)
+
+            sentences.append(best_headline([replace(some, columns=common)], what, paired))
+    if sentences:
+        return " ".join(sentences)
+    losses = {run.name: spread(values) for run in runs if (values := last_losses(run))}
+    if len(losses) < len(runs):
+        return ""
+    (name, best), (other, theirs), *_ = sorted(losses.items(), key=lambda item: item[1].mean)
+    start = f"{name} has the lowest last validation loss of {len(runs)} {what}: {best.mean:.3f}"
+    found = next((one for one in paired_differences([run for run in runs if run.name in (name, other)], ())), None)
+    if found is None:
+        return f"{start}; the next is {other} ({theirs.mean:.3f}). One seed each: the luck of training is not known."
+    sign = 1 if found.name.startswith(f"{other} ") else -1
+    low, high = sorted(sign * value for value in found.difference[1:3])
+    count = found.difference.count
     return (
-        f"{len(worked)} {what} side by side; none has both RoPE and a dropped model measured past the training length."
+        f"{start}, {sign * found.difference.mean:.3f} [{low:.3f}, {high:.3f}] below {other} in {count} pairs of seeds."
     )
 
 

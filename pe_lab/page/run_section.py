@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from pe_lab.analysis.runs import Run
 from pe_lab.analysis.scores import build_tables, histories, variants_of
+from pe_lab.analysis.standing import cautions, usable
 from pe_lab.analysis.verdict import Verdict, imported_headline, judge
 from pe_lab.page import loss_charts, provenance, run_charts, run_history
 from pe_lab.page.heat_maps import heat_map_figures, legend
@@ -19,7 +20,7 @@ from pe_lab.page.tables import beta_table, duel_board, marks, records_table, sco
 from pe_lab.page.task_section import suite_parts
 from pe_lab.page.variants import Style, assign_styles
 from pe_lab.results.formatting import listing
-from pe_lab.results.scores import Table, measure
+from pe_lab.results.scores import Table, latest, measure
 from pe_lab.results.variants import is_dropped, is_rotary
 
 STORY = (
@@ -59,7 +60,7 @@ def work_out(run: Run) -> Results:
     found = {suite: build_tables(suite, [run]) for suite in suites}
     prompted = {suite: [table for table in found[suite] if table.prompted] for suite in task_suites(found)}
     asked = {suite: tables for suite, tables in prompted.items() if tables}
-    first = [found[suite][0] if found[suite] else None for suite in SCORED]
+    first = [usable(run, found[suite][0]) if found[suite] else None for suite in SCORED]
     verdict = judge(*first, run.source)
     if asked and not any(table and table.cells for table in first):
         words = f"Measured here: {listing([suite_title(suite) for suite in asked])}."
@@ -71,6 +72,7 @@ def work_out(run: Run) -> Results:
     if run.studies and not any(found.values()):
         titles = [study_title(directory, study.name) for directory, study in run.studies.items()]
         verdict = Verdict(f"Studied here: {listing(titles)}.", "missing")
+    verdict = replace(verdict, cautions=cautions(run))
     styles = assign_styles(variants_of([table for tables in found.values() for table in tables]))
     return Results(run, found, asked, verdict, styles)
 
@@ -95,10 +97,11 @@ def bullets(sentences: list[str], look: str | None = None) -> Markup:
 def top(results: Results, level: int) -> Markup:
     """The verdict of a run, its duels and its summary. At level 1 the first sentence is the page's title."""
     verdict = results.verdict
-    title, *more = [sentence for sentence in (verdict.opening, verdict.headline) if sentence]
+    title, *more = verdict.sentences
     first = title_of(title) if level == 1 else element("p", title, class_="lede")
     return element(
         "div",
+        note(bullets(verdict.cautions)) if verdict.cautions else None,
         first,
         [element("p", sentence, class_="lede") for sentence in more],
         element("p", story, class_="soft") if level == 1 and (story := _story(results)) else None,
@@ -182,7 +185,7 @@ def _result_parts(results: Results) -> list[object]:
     if run.evaluation.get("beta"):
         small = element("small", "(losses in nats per token)")
         parts.append(element("p", "The fitted logit scale β ", small, class_="title", style="margin-top:28px"))
-        parts.append(beta_table(run.evaluation["beta"]))
+        parts.append(beta_table(latest(run.evaluation["beta"])))
     return [*parts, _weights(measured) if measured else None] if parts else []
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from pe_lab.analysis.figures import HeatMaps
 from pe_lab.analysis.runs import Run
-from pe_lab.page.markup import Markup, element, folded, text
+from pe_lab.analysis.standing import former_models
+from pe_lab.page.markup import Markup, element, folded, note, text
 from pe_lab.page.provenance import pairs
 from pe_lab.page.study_axes import axis_number
 from pe_lab.page.study_lines import line_charts
@@ -25,15 +26,16 @@ def study_title(directory: str, name: str) -> str:
 
 def study_parts(run: Run) -> list[tuple[str, list[object]]]:
     """(title, parts of the section) of each study of a run."""
-    return [(study_title(directory, study.name), _parts(study)) for directory, study in run.studies.items()]
+    return [(study_title(directory, study.name), _parts(run, study)) for directory, study in run.studies.items()]
 
 
-def _parts(study: Any) -> list[object]:
+def _parts(run: Run, study: Any) -> list[object]:
     """Sentences, tables and figures, and folded how they were made. `study` is an `analysis.study.Written`."""
-    found = study.findings
+    found, former = study.findings, former_models(run, study.about)
     sentences = [element("li", sentence) for sentence in found.sentences]
     figures = [heat_maps(one) if isinstance(one, HeatMaps) else line_charts(one) for one in found.figures]
     return [
+        note(former) if former else None,
         element("ul", sentences, class_="points") if sentences else None,
         [_table(table) for table in found.tables],
         figures,

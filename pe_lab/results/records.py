@@ -11,6 +11,7 @@ from typing import Any
 from pe_lab.storage import AnyPath, read_records, write_records
 
 Record = dict[str, Any]
+LARGEST = 1e150  # of a number that is shown: squares and sums of such numbers are finite
 KEYS = ("run", "checkpoint", "method", "length", "seed", "source")  # what a record measured
 
 
@@ -26,11 +27,11 @@ def digest(value: Any, digits: int = 12) -> str:
 
 
 def number(record: Mapping[str, Any], name: str) -> float | None:
-    """`record[name]` as a finite float; None if it is absent, null, a text, NaN or infinite."""
+    """`record[name]` as a finite float; None if it is absent, null, a text, NaN, or beyond `LARGEST`."""
     value = record.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if math.isfinite(value) else None
+    return float(value) if -LARGEST <= value <= LARGEST else None
 
 
 def as_list(value: object) -> list:

@@ -207,6 +207,15 @@ def source_of(record: Record) -> str:
     return str(record.get("source") or record.get("task") or "")
 
 
+def latest(records: Sequence[Record]) -> list[Record]:
+    """The records of the latest checkpoint of each label and phase."""
+    steps: dict[tuple[object, object], float] = {}
+    for record in records:
+        who = record.get("label"), record.get("phase")
+        steps[who] = max(steps.get(who, 0.0), number(record, "step") or 0.0)
+    return [one for one in records if (number(one, "step") or 0.0) == steps[one.get("label"), one.get("phase")]]
+
+
 def arrange(records: Iterable[tuple[str, Hashable, Column, Record]]) -> list[Table]:
     """A table for each suite and source, from (suite, label, column, record), in the order of the records.
 

@@ -84,8 +84,7 @@ def test_one_length_past_the_training_length_makes_a_verdict():
     )
     assert lost.details == [
         "RoPE as trained finds 50% of the needles at 1×, 60% at 2×.",
-        "At the training length itself, the dropped model: needles 50% against 50% with RoPE (no difference beyond the "
-        "noise).",
+        "At the training length itself, DroPE: needles 50% against 50% of RoPE (no difference beyond the noise).",
     ]
 
 
@@ -97,8 +96,8 @@ def test_perplexity_alone_has_the_same_sentences():
     )
     assert found.details == [
         "RoPE as trained has perplexity 8.00 at 1×, 9.00 at 4×.",
-        "At the training length itself, the dropped model: perplexity 9.00 against 8.00 with RoPE (worse).",
-        "At 4×, DroPE (perplexity 9.90) is ahead of NoPE (20.0), which was not trained with RoPE at all.",
+        "At the training length itself, DroPE: perplexity 9.00 against 8.00 of RoPE (worse).",
+        "At 4×, DroPE (perplexity 9.90) is ahead of NoPE (20.0), the best of the models with another encoding.",
     ]
     assert judge(scores("needles", LOST), found.duels[0][0]).headline.endswith(
         "; in perplexity it loses at 4× (10.0% higher than RoPE)."
@@ -107,7 +106,7 @@ def test_perplexity_alone_has_the_same_sentences():
     both = judge(scores("needles", LOST), only_trained)
     assert both.headline.endswith("(40 points lower than RoPE).") and len(both.duels) == 2
     assert both.details[-1].endswith(
-        "(no difference beyond the noise) and perplexity 7.00 against 8.00 with RoPE (better)."
+        "(no difference beyond the noise) and perplexity 7.00 against 8.00 of RoPE (better)."
     )
 
 
@@ -197,7 +196,7 @@ def test_every_model_that_rotates_has_its_row_of_lengths():
 def test_other_schemes_are_compared_at_the_longest_length_that_both_have():
     values = {"RoPE": {2: 0.1}, "DroPE": {2: 0.5, 4: 0.5, 8: 0.5}, "NoPE": {2: 0.1, 4: 0.5, 16: 0.9}}
     assert judge(scores("needles", values), None).details == [
-        "At 4×, DroPE (needles 50%) is within the noise of NoPE (50%), which was not trained with RoPE at all."
+        "At 4×, DroPE (needles 50%) is within the noise of NoPE (50%), the best of the models with another encoding."
     ]
 
 
@@ -216,3 +215,26 @@ def test_an_imported_checkpoint_beside_the_model_as_it_is():
         "perplexity 8.00."
     )
     assert said({"RoPE": {4: 0.5}}, "ruler") == f"{start}RoPE scores 50%."
+
+
+def test_the_rival_at_the_training_length_is_named():
+    """The best that rotates is p-RoPE 0.5: the sentence compares with the one that it names."""
+    values = {"RoPE": {1: 50.0, 2: 60.0}, "p-RoPE 0.5": {1: 46.7, 2: 55.0}, "DroPE": {1: 41.5, 2: 70.0}}
+    found = judge(None, scores("perplexity", values))
+    assert "At the training length itself, DroPE: perplexity 41.5 against 46.7 of p-RoPE 0.5 (better)." in found.details
+
+
+def test_without_a_drop_the_headline_is_the_best_and_its_distance():
+    """0.05 ± 1.96 sqrt(2) 0.001 nats are 4.88% [4.61, 5.14]."""
+    best, other = math.exp(2.0), math.exp(2.05)
+    found = judge(None, scores("perplexity", {"RoPE": {8: other}, "NoPE": {8: best}, "p-RoPE 0.5": {8: 20.0}}))
+    assert (found.tone, found.headline) == (
+        "missing",
+        "At 8× the training length NoPE has perplexity 7.39, the best of 3 variants: 4.9% lower [4.6, 5.1] than RoPE "
+        "(7.77).",
+    )
+    close = judge(None, scores("perplexity", {"RoPE": {8: math.exp(2.001)}, "NoPE": {8: best}}))
+    assert "but cannot be told from RoPE (7.40): 0.1% lower [-0.2, 0.4]." in close.headline
+    needles = judge(scores("needles", {"RoPE": {2: 0.5}, "NoPE": {2: 0.75}}), None)
+    assert needles.headline.endswith("the best of 2 variants: 25.0 points more [24.7, 25.3] than RoPE (50%).")
+    assert judge(None, scores("perplexity", {"NoPE": {8: best}})).headline.endswith("7.39; nothing else was measured.")

@@ -19,6 +19,7 @@ from pe_lab.parallel import compute_devices, shared
 from pe_lab.results.intervals import mean_of
 from pe_lab.results.records import Record, RecordFile, finite
 from pe_lab.results.samples import SampleFile, SampleRecord, key
+from pe_lab.results.unfinished import announced
 from pe_lab.storage import AnyPath
 from pe_lab.terminal import console
 from pe_lab.training.machine import versions
@@ -91,7 +92,8 @@ class Prompted:
         if self.finished:
             out.print(f"{self.finished:,} of {self.total:,} samples were answered before (--again: once more).")
         records = []
-        with TokenProgress("compiling", self.work) as progress:
+        planned = announced(self.directory, list(map(_name, self.groups)))
+        with planned, TokenProgress("compiling", self.work) as progress:
             batches = self._batches()
             answers = shared(batches, functools.partial(self._answers, progress), [batch.cost for batch in batches])
             for group in self.groups:
@@ -203,11 +205,8 @@ class Prompted:
         mean = mean_of([record["score"] for record in answered], clusters)
         if mean is None:
             raise DataError(f"{task.suite}:{task.name} has no samples.")
-        length = group.length or task.settings.get("max_length")  # which prompts were cut to, where the protocol cuts
         record: Record = {
-            "suite": task.suite,
-            "source": task.name,
-            **group.variant.record(length),
+            **_name(group),
             "positional": answered[-1]["positional"],
             "seed": group.prompts.seed,
             "metric": task.metric,
@@ -234,6 +233,13 @@ class Prompted:
         if group.length is None:
             record["by_length"] = by_length(answered, getattr(task, "edges_by_record_length", None))
         return finite(record)
+
+
+def _name(group: Group) -> Record:
+    """The keys of a group's result record that tell what it measures: suite, task, checkpoint, variant and length."""
+    task = group.task
+    length = group.length or task.settings.get("max_length")  # which prompts were cut to, where the protocol cuts
+    return {"suite": task.suite, "source": task.name, **group.variant.record(length)}
 
 
 class Answers(NamedTuple):

@@ -16,6 +16,7 @@ from pe_lab.parallel import on_first
 from pe_lab.positional import label_layers
 from pe_lab.results.records import Record, RecordFile, digest, finite
 from pe_lab.results.samples import SampleFile, key
+from pe_lab.results.unfinished import announced
 from pe_lab.storage import AnyPath
 from pe_lab.terminal import console
 from pe_lab.training.machine import versions
@@ -76,21 +77,23 @@ class Harness:
         file = RecordFile(self._directory / "lm_eval.jsonl")
         samples = SampleFile(self._directory / "samples" / "lm_eval.jsonl")
         existing = [[] if self._again else one.found(file.records) for one in self._measurements]
+        planned = [{"suite": "lm_eval", **one.variant.record(None), "source": one.name} for one in self._measurements]
         model, of = None, None
-        for one, found in zip(self._measurements, existing, strict=True):
-            if found:
-                out.print(f"{one.name} was measured before for {one.variant.label} (--again: once more).")
-                records += found
-                continue
-            out.print(f"lm_eval:{one.name} for {one.variant.label}")
-            if of is not one.variant:
-                model, of = None, one.variant  # frees its weights before others are placed
-                model = self._make_model(one.variant.at(one.length), max_length=one.length)
-            if self._again:
-                on_first(lambda path=one.requests: path.unlink(missing_ok=True))
-            new = one.run(model, self._manager, self._tasks[one.name], samples)
-            file.put(new)
-            records += new
+        with announced(self._directory, planned):
+            for one, found in zip(self._measurements, existing, strict=True):
+                if found:
+                    out.print(f"{one.name} was measured before for {one.variant.label} (--again: once more).")
+                    records += found
+                    continue
+                out.print(f"lm_eval:{one.name} for {one.variant.label}")
+                if of is not one.variant:
+                    model, of = None, one.variant  # frees its weights before others are placed
+                    model = self._make_model(one.variant.at(one.length), max_length=one.length)
+                if self._again:
+                    on_first(lambda path=one.requests: path.unlink(missing_ok=True))
+                new = one.run(model, self._manager, self._tasks[one.name], samples)
+                file.put(new)
+                records += new
         return records
 
 

@@ -6,7 +6,6 @@ import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 from jaxtyping import Int32
@@ -19,6 +18,7 @@ from pe_lab.evaluation.tasks import perplexity
 from pe_lab.evaluation.variants import Variant
 from pe_lab.results.records import Record, RecordFile, digest, finite
 from pe_lab.results.samples import SampleFile, SampleRecord, key
+from pe_lab.results.unfinished import announced
 from pe_lab.storage import AnyPath
 from pe_lab.terminal import console
 from pe_lab.training.machine import versions
@@ -63,8 +63,10 @@ class Documents:
         """
         out, results = console(), []
         out.print(f"Documents of {self._source.name} for {', '.join(variant.label for variant in self._variants)}")
-        with TokenProgress("documents") as progress:
-            for variant, length in itertools.product(self._variants, self._lengths):
+        pairs = list(itertools.product(self._variants, self._lengths))
+        planned = announced(self._result_file.path.parent, [self._name(*pair) for pair in pairs])
+        with planned, TokenProgress("documents") as progress:
+            for variant, length in pairs:
                 if variant.crop is not None:
                     raise ConfigError(
                         "--methods=cropped: windows of documents are cropped already. Give --lengths=1x instead."
@@ -80,6 +82,11 @@ class Documents:
             out.print(progress.speed())
         out.print(f"Documents: {self._file.path}")
         return results
+
+    def _name(self, variant: Variant, length: int) -> Record:
+        """The keys of a result record that tell what it measures."""
+        source = f"{self._source.name}, each document by itself"
+        return {"suite": "perplexity", "source": source, **variant.record(length)}
 
     def _records(self, variant: Variant, length: int, progress: TokenProgress) -> Iterator[SampleRecord]:
         """The records of all documents with a scored token. New ones are measured and written, TOGETHER at a time."""
@@ -133,10 +140,8 @@ class Documents:
         scored = np.asarray([record["scored"] for record in records], np.float64)
         losses = np.asarray([record["nll"] for record in records], np.float64)
         mean = float((scored * losses).sum() / scored.sum())
-        result: dict[str, Any] = {
-            "suite": "perplexity",
-            "source": f"{self._source.name}, each document by itself",
-            **variant.record(length),
+        result: Record = {
+            **self._name(variant, length),
             "settings": self._settings,
             "nll": mean,
             "perplexity": math.exp(mean) if mean < 700 else None,
