@@ -50,7 +50,14 @@ def shown(table: SweepTable) -> str:
     header, rows = _rows(table, metrics)
     left = len(table.metrics) - len(metrics)
     more = f"\n{left} more metrics are in table.md" if left else ""
-    return terminal.table(header, rows, words=len(table.keys)) + more + f"\n{_caption(table)}"
+    caption = "\n".join([_caption(table), *_remarks(table)])
+    return f"{terminal.table(header, rows, words=len(table.keys))}{more}\n{caption}"
+
+
+def _remarks(table: SweepTable) -> list[str]:
+    """What the numbers of some cells lack, the first few."""
+    found = [remark for record in table.records for remark in record.remarks]
+    return found[:SHOWN] + ([f"{len(found) - SHOWN} more cells have such remarks."] if len(found) > SHOWN else [])
 
 
 def _first(table: SweepTable) -> list[str]:
@@ -66,7 +73,8 @@ def _rows(table: SweepTable, metrics: Sequence[str]) -> tuple[list[str], list[li
         row = [*summary.setting.values(), seeds_text(summary)]
         for n, name in enumerate(metrics):
             found = summary.means.get(name)
-            row.append("–" if found is None else _with_interval(found, ".4g", ".4g"))
+            few = f" ({found.count} of {len(summary.records)})" if found and found.count < len(summary.records) else ""
+            row.append("–" if found is None else _with_interval(found, ".4g", ".4g") + few)
             row += _difference(summary, name) if n == 0 else []
         rows.append(row)
     return header, rows
@@ -90,11 +98,13 @@ def _caption(table: SweepTable) -> str:
     name = NAMES.get(table.metric, table.metric)
     order = "highest" if table.metric in table.higher else "lowest"
     which = "the best setting" if table.best_is_baseline else "the baseline"
+    fewer = any(found.count < len(one.records) for one in table.summaries for found in one.means.values())
+    few = " (2 of 3): of so many seeds, where not all have been measured." if fewer else ""
     chosen = " It was chosen by these numbers, which favours it." if table.best_is_baseline else ""
     return (
         f"{order.capitalize()} {name} first. ±: 95% intervals over the seeds (Student's t), of two seeds their range. "
         f"Differences of {name}: to {which} ({table.baseline}), on the same seeds, p by Student's t test for pairs, "
-        f"corrected for the number of settings by Holm's method.{chosen}"
+        f"corrected for the number of settings by Holm's method.{chosen}{few}"
     )
 
 
@@ -104,7 +114,7 @@ def _markdown(sweep: Sweep, table: SweepTable) -> str:
     escaped = [[cell.replace("|", "\\|") for cell in line] for line in lines]
     body = "\n".join(f"| {' | '.join(line)} |" for line in escaped)
     recipe = sweep.description.get("recipe", "")
-    return f"# Sweep of {recipe}\n\n{body}\n\n{_caption(table)}\n"
+    return "\n\n".join([f"# Sweep of {recipe}", body, _caption(table), *_remarks(table)]) + "\n"
 
 
 def _settings_csv(table: SweepTable) -> str:

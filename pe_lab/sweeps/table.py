@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pe_lab.analysis.comparison import by_seed, last_validation
 from pe_lab.analysis.groups import Spread, spread
 from pe_lab.analysis.runs import Run, read_runs
 from pe_lab.analysis.scores import build_tables, label_of
+from pe_lab.analysis.standing import cautions, is_former
 from pe_lab.errors import ConfigError, did_you_mean
 from pe_lab.results.paired import Difference, holm
 from pe_lab.results.records import number
@@ -31,12 +32,14 @@ class CellRecord:
       metrics: `validation_loss`, the last one; `loss`, the mean of the last tenth of the last phase's steps, both in
         nats per token; scores of evaluations by their names, perplexities as `log perplexity`, in nats.
       higher: the metrics of which a higher value is better.
+      remarks: on scores that are missing, or of a former step (`standing.cautions`).
     """
 
     cell: Cell
     run: Run
     metrics: Mapping[str, float]
     higher: frozenset[str]
+    remarks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,13 +81,37 @@ def collect(sweep: Sweep) -> list[CellRecord]:
     cells = [cell for cell in sweep.cells if is_trained(sweep.directory / cell.name, phases_of(cell))]
     found = []
     for cell, run in zip(cells, read_runs([sweep.directory / cell.name for cell in cells]), strict=True):
-        scores, higher = _scores(run)
-        found.append(CellRecord(cell, run, {**_losses(run), **scores}, higher))
+        planned, remarks = _as_planned(run, phases_of(cell)), cautions(run)
+        if planned is not run:
+            remarks = ["It has been trained for longer; its numbers are those of the steps that the sweep asked for."]
+        scores, higher = _scores(planned)
+        remarks = tuple(f"{cell.name}: {remark}" for remark in remarks)
+        found.append(CellRecord(cell, run, {**_losses(planned), **scores}, higher, remarks))
     return found
+
+
+def _as_planned(run: Run, steps: Mapping[str, int]) -> Run:
+    """The run up to the steps, {phase: steps}, that its cell asked for; the run itself if it has no more of them."""
+    most = {name: steps[name] or math.inf for name in steps}
+    if not any(phase.steps_done > most.get(phase.name, math.inf) for phase in run.phases):
+        return run
+    phases = []
+    for phase in run.phases:
+        end = most.get(phase.name, math.inf)
+        metrics = [record for record in phase.metrics if (number(record, "step") or 0) <= end]
+        asked = {"steps": end} if math.isfinite(end) else {}
+        phases.append(replace(phase, metrics=metrics, info={**phase.info, **asked}))
+    evaluation = {
+        suite: [one for one in records if (number(one, "step") or 0) <= most.get(str(one.get("phase")), math.inf)]
+        for suite, records in run.evaluation.items()
+    }
+    return replace(run, phases=phases, evaluation=evaluation)
 
 
 def _losses(run: Run) -> dict[str, float]:
     """The last validation loss, and the mean training loss of the last steps."""
+    if not run.phases:
+        return {}
     last, losses = run.phases[-1], {}
     if (validation := last_validation(run)) is not None:
         losses[VALIDATION] = validation
@@ -102,12 +129,17 @@ def _losses(run: Run) -> dict[str, float]:
 
 
 def _scores(run: Run) -> tuple[dict[str, float], frozenset[str]]:
-    """{name: value} of the evaluations of a run's last checkpoint, and those of which a higher value is better."""
+    """{name: value} of the evaluations of a run's last checkpoint, and those of which a higher value is better.
+
+    Scores of an earlier step of the last phase do not count.
+    """
     scores, higher = {}, set()
-    last = run.phases[-1].name
+    last = run.phases[-1].name if run.phases else None
     for table in (table for suite in run.evaluation for table in build_tables(suite, [run])):
         for cell in table.cells.values():
             if not math.isfinite(cell.score) or cell.record.get("phase") not in (None, last):
+                continue
+            if is_former(run, {"phase": last, **cell.record}):
                 continue
             length, source = number(cell.record, "length"), table.source if table.source != table.suite else ""
             value = cell.score if cell.higher_is_better else -cell.score

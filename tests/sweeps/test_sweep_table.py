@@ -122,3 +122,28 @@ def test_nothing_is_written_before_a_cell_is_complete(tmp_path):
     sweep = make_sweep(str(write_recipe(tmp_path / "recipe")), {}, 2, tmp_path / "s")
     assert write_results(save_sweep(sweep)).records == ()
     assert [path.name for path in (tmp_path / "s").iterdir()] == ["sweep.json"]
+
+
+def test_a_cell_that_was_trained_for_longer_counts_with_the_steps_of_the_sweep(sweep):
+    """One cell goes on from 20 to 40 steps, and is evaluated there: its numbers stay those of step 20."""
+    before = {one.cell.name: one.metrics for one in collect(sweep)}
+    run = sweep.directory / collect(sweep)[0].cell.name
+    info = json.loads((run / "only" / "phase.json").read_text())
+    (run / "only" / "phase.json").write_text(json.dumps(info | {"steps": 40}))
+    with (run / "only" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 40, "loss": 0.5, "tokens": 5120}\n{"step": 40, "validation_loss": 0.5}\n')
+    with (run / "evaluation" / "perplexity.jsonl").open("a") as file:
+        late = {"suite": "perplexity", "source": "stdlib", "label": "RoPE", "length": 32, "phase": "only", "step": 40}
+        file.write(json.dumps({**late, "nll": 0.1}) + "\n")
+    assert {one.cell.name: one.metrics for one in collect(sweep)} == before
+    assert f"{run.name}: It has been trained for longer" in shown(summarize(sweep, collect(sweep)))
+
+
+def test_scores_of_a_former_step_are_no_metric(sweep):
+    run = sweep.directory / collect(sweep)[0].cell.name
+    lines = (run / "evaluation" / "perplexity.jsonl").read_text().splitlines()
+    (run / "evaluation" / "perplexity.jsonl").write_text(lines[1] + "\n")  # of step 5 of 20
+    first = collect(sweep)[0]
+    assert not any("perplexity" in name for name in first.metrics)
+    table = shown(summarize(sweep, collect(sweep)))
+    assert "(2 of 3)" in table and "1 more cells" not in table
