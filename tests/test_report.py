@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import json
 import math
@@ -455,3 +456,37 @@ def test_two_runs_of_one_name_are_told_apart(tmp_path):
     assert [run.name for run in read_runs([tmp_path / "a", tmp_path / "b", tmp_path / "a"])] == ["a", "b"]
     with pytest.raises(UserError):
         read_run(tmp_path / "none")
+
+
+def test_every_variant_that_can_be_measured_is_explained():
+    """Every encoding of the registry, alone, in a mix and as an addition, under every method: no sentence is empty."""
+    from pe_lab.evaluation.variants import methods_of, model_name
+    from pe_lab.page.variants import DEFINITIONS, definition
+    from pe_lab.positional import NoPE, PartialRope, Rope, Yarn
+    from pe_lab.positional.codec import ENCODINGS
+    from pe_lab.positional.layers import Layer
+    from pe_lab.positional.registry import is_external
+    from pe_lab.results.variants import KINDS, VARIANTS
+
+    assert set(DEFINITIONS) == set(KINDS)
+    made = [Rope(fraction=0.25), Rope(scaling=Yarn(4.0, 64)), PartialRope(fraction=0.5)]
+    for kind in ENCODINGS.values():
+        try:
+            made += [] if is_external(kind) else [kind()]
+        except TypeError:  # `function`, whose encodings have names of their own
+            continue
+    assert len(made) > 20
+    stacks = [[Layer(one)] for one in made] + [[Layer(one), Layer(NoPE())] for one in made]
+    for one in made:
+        with contextlib.suppress(UserError):  # it can only be the layer's encoding
+            stacks.append([Layer(Rope(), extras=(one,))])
+    for layers in stacks:
+        model = model_name(layers)
+        for method in (*methods_of(layers, 64), "alibi"):
+            words = definition({"model": model, "method": method})
+            assert len(words) > 40 and "of the run's own code" not in words, (model, method)
+            assert ("another encoding" in words) == (method not in VARIANTS)
+    assert definition({"model": "Mine", "method": "as trained"}).startswith("The encoding Mine, of the run's own code.")
+    both = definition({"model": "RoPE/NoPE (YaRN 4)", "method": "PI"})
+    assert both.startswith("Its layers have different encodings. RoPE: Rotary") and "(YaRN 4)" in both
+    assert both.endswith("(position interpolation).")

@@ -12,6 +12,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from pe_lab.page.charts import Axis, Series, line_chart
+from pe_lab.page.files import shown
 from pe_lab.page.ticks import decimate, linear_ticks, log_ticks, smooth
 from pe_lab.page.variants import Style, assign_styles
 
@@ -123,7 +124,7 @@ def test_long_labels_of_values_stay_in_the_picture():
 def test_bars_of_the_first_and_the_last_point_stay_in_the_plot():
     wide = [Series(f"{n}", [(0.0, 1.0), (1.0, 2.0)], PLAIN, intervals=[(0, 2), (1, 3)], bars=True) for n in range(7)]
     svg = drawing(figure_of(*wide))
-    bars = [at(line, "x1")[0] for line in svg.findall("g/line")]
+    bars = [at(line, "x1")[0] for line in svg.iterfind(".//g/line")]
     assert len(bars) == 14 and 784 > max(bars) > min(bars) > 56
 
 
@@ -180,6 +181,36 @@ def test_the_sizes_of_a_page_and_of_parts_of_it():
     assert frames("wide") == [("wide", "0 0 960 360", [56, 784, 28, 314]), narrow]
     assert frames("half") == [("wide", "0 0 520 310", [52, 352, 28, 264]), narrow]
     assert frames("third") == [narrow]
+
+
+def test_a_chart_shows_five_lines_until_all_are_asked_for():
+    """The first five by `first`, then by their order; the others are in the picture and not displayed."""
+    lines = [Series(f"{n}", [(0.0, 1.0 + n), (1.0, 2.0)], PLAIN) for n in range(7)]
+    figure = line_chart("T", lines, Axis("x"), Axis("y"), first=["6", "gone"])
+    hidden = [re.findall("<title>([^<]*)", part)[0] for part in figure.split('<g class="more" display="none"><g>')[1:]]
+    assert hidden[:2] == ["4", "5"] and "All 7 lines" in figure and figure.count('<li class="more">') == 2
+    ends = [part.partition("</g>")[0] for part in figure.split('class="few"')[1:]]
+    names = [re.findall('class="end"[^>]*>([^<]*)', part) for part in ends]
+    assert [sorted(found) for found in names] == [["0", "1", "2", "3", "6"]]
+    data = json.loads(html.unescape(re.search('data-chart="([^"]*)', figure)[1]))
+    assert [one["n"] for one in data["series"] if one.get("m")] == ["4", "5"] and len(data["series"]) == 7
+    few = line_chart("T", lines[:5], Axis("x"), Axis("y"))
+    assert "more" not in few and "checkbox" not in few
+
+
+def test_a_file_of_a_chart_has_the_lines_that_are_shown_and_another_has_all():
+    lines = [Series(f"{n}", [(0.0, 1.0 + n), (1.0, 2.0)], PLAIN) for n in range(7)]
+    first, every = shown(str(line_chart("T", lines, Axis("x"), Axis("y"))))
+    assert (first.name, every.name, every.rows) == ("t", "t-all-lines", []) and len(first.rows) == 15
+    assert first.svg.count('display="none"') == 3 and every.svg.count('display="none"') == 1
+
+
+def test_the_label_of_the_longest_length_is_never_left_out():
+    """On a phone's width 16× and 32× touch: 16× gives way."""
+    ticks = [1.0, 2.0, 4.0, 8.0, 16.0, 17.0]
+    axis = Axis("x", True, lambda value: f"{value:g}×", ticks)
+    svg = drawing(figure_of(Series("a", [(t, 1.0 + t) for t in ticks], PLAIN), x=axis), "narrow")
+    assert "17×" in words_below(svg) and "16×" not in words_below(svg)
 
 
 def test_two_points_are_a_line():

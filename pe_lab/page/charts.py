@@ -19,6 +19,7 @@ from pe_lab.page.variants import Style
 from pe_lab.results.formatting import Number, short_number, shortened
 
 Mark = tuple[Number, str]  # where a vertical line stands, and its label: the training length
+MOST = 5  # lines of a chart until its reader asks for all
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Series:
 
     `intervals`, a low and a high value for each point, are drawn as a band; with `bars`, and where there are dots only,
     as a bar at each point.
-    Points that cannot be drawn are left out; `broken`: they break the line. `gaps` is for `line_chart` alone.
+    Points that cannot be drawn are left out; `broken`: they break the line. `gaps` and `hidden` are for `line_chart`.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Series:
     broken: bool = False
     gaps: tuple[int, ...] = ()  # numbers of the points before which the line is broken
     bars: bool = False
+    hidden: bool = False  # until all are asked for; `line_chart` decides
 
 
 @dataclass(frozen=True)
@@ -78,15 +80,23 @@ def line_chart(
     marks: Sequence[Mark] = (),
     caption: object = "",
     size: str = "wide",
+    first: Sequence[str] = (),
 ) -> Markup:
     """A figure with the chart in two sizes, a legend, and its data for the tooltip; "" if nothing can be drawn.
 
     Points that are not finite, or not positive on a logarithmic axis, are left out. `size` is wide, or half or third
     of a laptop's page, or small: one of many charts with the same axes, whose legend and names stand beside them all.
+
+    Of more than `MOST` named series, the others are hidden until a box is checked, which the page has above the chart
+    (beside them all, if `small`). Those that `first` names are shown first, then the others in their order.
     """
     series = [clean for s in series if (clean := _drawable(s, x, y)).points]
     if not series:
         return Markup("")
+    drawn = {s.name for s in series if not s.faint}
+    order = dict.fromkeys([*(name for name in map(shortened, first) if name in drawn), *(s.name for s in series)])
+    shown = [name for name in order if name in drawn][:MOST]
+    series = [replace(s, hidden=s.name in drawn and s.name not in shown) for s in series]
     named = [s for s in series if not s.faint]
     summary = "; ".join(
         f"{s.name}: from {y.show(s.points[0][1])} at {x.show(s.points[0][0])} to {y.show(s.points[-1][1])} at "
@@ -101,6 +111,7 @@ def line_chart(
             "n": s.name,
             "c": s.style.colour,
             "p": [_told(point, x, y) for point in decimate(_with_intervals(s), 40 if small else 160)],
+            **({"m": 1} if s.hidden else {}),
         }
         for s in named
     ]
@@ -109,7 +120,7 @@ def line_chart(
     return element(
         "figure",
         element("div", title, class_="chart-title"),
-        None if small else legend(named),
+        None if small else [ask_for_all(named), legend(named)],
         [_draw(*frame, series, x, y, marks, (title, description), file=frame is frames[0]) for frame in frames],
         element("figcaption", caption) if caption else None,
         class_=f"chart {size}{' dots' * dots}{' long' * long}",
@@ -161,7 +172,8 @@ def file_parts(title: str, named: Sequence[Series], size: tuple[int, int]) -> tu
         wide = 38 + 7 * len(s.name)
         if x > 4 and x + wide > width:
             x, y = 4.0, y + 18
-        shapes += [_stroke_of(s, x, y - 4), _text(s.name, x + 30, y)]
+        name = [_stroke_of(s, x, y - 4), _text(s.name, x + 30, y)]
+        shapes += [_hidden(name)] if s.hidden else name
         x += wide
     box = (-6.0, -34.0, max(width, 14.0 + 8 * len(title)) + 12, (y + 10 if named else height) + 34.0)
     paper = element("rect", **dict(zip(("x", "y", "width", "height"), box, strict=True)), fill="#fff")
@@ -196,10 +208,27 @@ def _text(words: str, x: Number, y: Number, anchor: str | None = None, look: str
     return element("text", words, x=x, y=y, text_anchor=anchor, class_=look)
 
 
+def _hidden(shapes: object) -> Markup:
+    """Shapes that are not shown until all are asked for; nor in a file."""
+    return element("g", shapes, class_="more", display="none")
+
+
+def ask_for_all(series: Sequence[Series]) -> Markup:
+    """The box that shows the hidden series of a chart; "" without any."""
+    if not any(s.hidden for s in series):
+        return Markup("")
+    return element("label", element("input", type="checkbox"), f"All {len(series)} lines", class_="all")
+
+
 def legend(series: Sequence[Series]) -> Markup:
     """Names beside a stroke in each one's colour and dash."""
     items = [
-        element("li", element("svg", _stroke_of(s, 1, 6), width=26, height=12, aria_hidden="true"), s.name)
+        element(
+            "li",
+            element("svg", _stroke_of(s, 1, 6), width=26, height=12, aria_hidden="true"),
+            s.name,
+            class_="more" if s.hidden else None,
+        )
         for s in series
     ]
     return element("ul", *items, class_="legend")
@@ -238,12 +267,13 @@ def _draw(
     for tick, word in y_ticks:
         at = to_y(tick)
         shapes += [_line(left, right, at, at, class_="grid"), _text(word, left - beside, at + 4, "end")]
-    last = -math.inf
-    for tick in _ticks(x, xs, 6 if size == "wide" else 4):
-        at, word = to_x(tick), _tick_text(x, tick)
+    ticks = [(to_x(tick), _tick_text(x, tick)) for tick in _ticks(x, xs, 6 if size == "wide" else 4)]
+    last, end = -math.inf, math.inf if not ticks else ticks[-1][0] - 3.5 * len(ticks[-1][1])
+    for n, (at, word) in enumerate(ticks):
         shapes.append(_line(at, at, bottom, bottom + 4, class_="axis"))
         width = 7 * len(word)
-        if at - width / 2 > last:  # a label that would touch its neighbour is left out
+        # A label that would touch its neighbour is left out; the last one, the longest sequence, never is.
+        if n == len(ticks) - 1 or (at - width / 2 > last and at + width / 2 + 4 < end):
             middle = min(max(at, width / 2), frame.width - width / 2)
             shapes.append(_text(word, middle, bottom + (15 if small else 18), "middle"))
             last = at + width / 2 + 4
@@ -259,13 +289,19 @@ def _draw(
             shapes.append(_text(label, at + (5 if after else -5), top + 11, "start" if after else "end", "marked"))
     banded = [s for s in series if s.line and s.intervals and not s.bars]
     for s in banded:  # behind all lines, and paler where many would lie on each other
-        shapes += _bands(s, to_x, to_y, 0.18 if len(banded) <= 3 else 0.07)
+        bands = _bands(s, to_x, to_y, 0.18 if len(banded) <= 3 else 0.07)
+        shapes += [_hidden(list(bands))] if s.hidden else bands
     for s in sorted(series, key=lambda one: not one.faint):
-        aside = 2.5 * (barred.index(s) - (len(barred) - 1) / 2) if s.bars else 0.0
-        shapes.append(_stroke(s, to_x, to_y, aside))
+        aside = _aside(s, barred) if s.bars else 0.0
+        stroke = _stroke(s, to_x, to_y, aside)
+        shapes.append(_hidden(stroke) if s.hidden else stroke)
     if size == "wide":
-        shapes += _end_labels(frame, [s for s in series if s.line and not s.faint], to_x, to_y, right)
-    named = [s for s in series if not s.faint]
+        lines = [s for s in series if s.line and not s.faint]
+        first = _end_labels(frame, [s for s in lines if not s.hidden], to_x, to_y, right)
+        if any(s.hidden for s in lines):
+            first = [element("g", first, class_="few"), _hidden(_end_labels(frame, lines, to_x, to_y, right))]
+        shapes += first
+    named = sorted((s for s in series if not s.faint), key=lambda s: s.hidden)
     labelled = size == "wide" and all(s.line for s in named) and _names_fit(named, frame)  # at the ends of lines
     parts = file_parts(texts[0], [] if labelled else named, (frame.width, frame.height)) if file else None
     return element(
@@ -350,6 +386,15 @@ def _stroke(
     dots = pixels if series.markers or not series.line else alone
     shapes += [element("circle", cx=a, cy=b, r=3.0, fill=_colour(series)) for a, b in dots]
     return element("g", *shapes)
+
+
+def _aside(s: Series, barred: Sequence[Series]) -> float:
+    """How far a series' bars stand aside of its dots, in pixels; those that are hidden at first stand outside."""
+    alike = [one for one in barred if one.hidden == s.hidden]
+    n, shown = alike.index(s), len(barred) - len(alike)
+    if not s.hidden:
+        return 2.5 * (n - (len(alike) - 1) / 2)
+    return 2.5 * (shown / 2 + 0.5 + n // 2) * (1 if n % 2 else -1)
 
 
 def _path(pixels: Sequence[Point]) -> str:

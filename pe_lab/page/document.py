@@ -20,7 +20,7 @@ from pe_lab.page.run_section import Results, problem_note, run_sections, section
 from pe_lab.page.stylesheet import CSS, SCRIPT
 from pe_lab.page.suites import SCORED, task_terms
 from pe_lab.page.tables import label_markup, swatch
-from pe_lab.page.variants import DEFINITIONS, GLOSSARY, NAMES, STYLES
+from pe_lab.page.variants import DEFINITIONS, GLOSSARY, NAMES, STYLES, definition
 from pe_lab.results.formatting import listing, shortened
 from pe_lab.results.scores import Column, Table
 from pe_lab.results.variants import kind
@@ -187,9 +187,8 @@ def _how_to_read(worked: Sequence[Results]) -> Markup:
         for name in STYLES
         if name in present or not present - {""}
     ]
-    unknown = dict.fromkeys(label for label, record in records if not kind(record))
-    words = "Not one of the variants this report has words for; see its evaluation file."
-    variants += [(label_markup(label), words) for label in unknown]
+    others = {(str(r.get("model")), str(r.get("method"))): (str(label), r) for label, r in records if not kind(r)}
+    variants += [(label_markup(label), definition(record)) for label, record in others.values()]
     depths = any(heat_maps(one) for results in worked for one in results.all_tables)
     terms = GLOSSARY | task_terms({suite for results in worked for suite in results.task_tables}, depths)
     return section(

@@ -45,7 +45,8 @@ def export_files(runs: Sequence[Run], page: str, formats: Sequence[str]) -> dict
             index.append([file, title])
 
     for one in shown(page):
-        add(one.name, "csv", one.title, csv_bytes(one.rows))
+        if one.rows:
+            add(one.name, "csv", one.title, csv_bytes(one.rows))
         if one.svg and "svg" in formats:
             add(one.name, "svg", one.title, one.svg.encode())
         if one.svg and "png" in formats:

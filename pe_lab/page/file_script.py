@@ -65,9 +65,13 @@ function light(markup){return markup.replace(/ class="([\\w-]+)"/g,function(_,na
 function root(box,inner){var size=box.split(' ');
 return '<svg xmlns="'+space+'" viewBox="'+box+'" width="'+size[2]+'" height="'+size[3]+
 '" font-family="'+fonts+'" font-size="12" fill="'+palette.soft+'">'+inner+'</svg>'}
+function all(node){var chart=node.closest('.many')||node.closest('.chart'),box=chart&&chart.querySelector('.all input');
+return box&&box.checked}
+function asked(text,node){return all(node)?text.replace(/class="more" display="none"/g,'class="more"')
+.replace(/class="few"/g,'class="few" display="none"'):text}
 function markup(svg){var copy=svg.cloneNode(true),layer=copy.querySelector('.tip-layer');if(layer)layer.remove();
 return new XMLSerializer().serializeToString(copy).replace(/^<svg[^>]*>/,'').replace(/<\\/svg>$/,'')}
-function drawn(svg){var file=JSON.parse(svg.dataset.file);return root(file[0],light(file[1]+markup(svg)))}
+function drawn(svg){var file=JSON.parse(svg.dataset.file);return root(file[0],light(asked(file[1]+markup(svg),svg)))}
 function escaped(text){return text.replace(/&/g,'&amp;').replace(/</g,'&lt;')}
 function grid(title,cells,width,height){
 var across=Math.min(cells.length,5),down=Math.ceil(cells.length/across);
@@ -101,7 +105,8 @@ return offer(node,title(node),function(){return panels.reduce(function(rows,one)
 return rows.concat(chartRows(JSON.parse(one.dataset.chart),title(one)))},
 [['panel','series',first.x,first.y,'low','high']])},
 function(){return grid(title(node),panels.map(function(one){return [title(one),function(x,y){
-return '<g transform="translate('+x+' '+y+')">'+markup(one.querySelector('svg'))+'</g>'}]}),sides.width,sides.height)})}
+return '<g transform="translate('+x+' '+y+')">'+asked(markup(one.querySelector('svg')),one)+'</g>'}]}),
+sides.width,sides.height)})}
 if(node.dataset.maps){
 var names=JSON.parse(node.dataset.maps),bytes=Uint8Array.from(atob(node.dataset.values),function(c){
 return c.charCodeAt(0)}),values=new DataView(bytes.buffer),n=0;

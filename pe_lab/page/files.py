@@ -32,7 +32,7 @@ PARTS = re.compile(
 
 
 class Shown(NamedTuple):
-    """A figure or a table of a page: `svg` is empty for a table, `rows` has its numbers."""
+    """A figure or a table of a page: `svg` is empty for a table, `rows` has its numbers, if none, another has."""
 
     name: str
     title: str
@@ -60,7 +60,10 @@ def shown(page: str) -> Iterator[Shown]:
             svg = standalone(drawn.group()) if drawn else ""
         name = "-".join(filter(None, map(slug, (run, title)))) or "table"
         seen[name] = seen.get(name, 0) + 1
-        yield Shown(name if seen[name] == 1 else f"{name}-{seen[name]}", title, svg, rows)
+        name = name if seen[name] == 1 else f"{name}-{seen[name]}"
+        yield Shown(name, title, svg, rows)
+        if svg and drawn and ' class="more"' in drawn.group():
+            yield Shown(f"{name}-all-lines", f"{title}, all lines", standalone(drawn.group(), every=True), [])
 
 
 def slug(words: str) -> str:
@@ -138,8 +141,11 @@ def csv_bytes(rows: Sequence[Sequence[str]]) -> bytes:
 # Pictures
 
 
-def standalone(svg: str) -> str:
-    """A chart's SVG as a file: with its title and legend, on white, with its styles as attributes."""
+def standalone(svg: str, every: bool = False) -> str:
+    """A chart's SVG as a file: with its title and legend, on white, with its styles as attributes.
+
+    With `every`, lines that the page hides at first are shown.
+    """
     opening = re.match(r"<svg[^>]*>", svg)
     file = re.search(r'data-file="([^"]*)"', opening.group() if opening else "")
     if not opening or not file:
@@ -148,7 +154,10 @@ def standalone(svg: str) -> str:
     *_, width, height = box.split()
     attributes = {"xmlns": "http://www.w3.org/2000/svg", "viewBox": box, "width": width, "height": height}
     root = str(element("svg", "", **attributes, font_family=FONTS, font_size=12, fill=PALETTE["soft"]))
-    body = re.sub(r' class="([\w-]+)"', lambda m: ATTRIBUTES.get(m[1], ""), parts + svg[opening.end() :])
+    body = parts + svg[opening.end() :]
+    if every:
+        body = body.replace('class="more" display="none"', "").replace('class="few"', 'display="none"')
+    body = re.sub(r' class="([\w-]+)"', lambda m: ATTRIBUTES.get(m[1], ""), body)
     body = re.sub(r"var\(--(?:c-)?([\w-]+)\)", lambda m: PALETTE.get(m[1], "#000"), body)
     return root.removesuffix("</svg>") + body
 

@@ -229,7 +229,9 @@ def loss_comparison(runs: Sequence[Run], key: str = "loss", title: str = "Traini
         few = key != "loss" and len(points) < 60
         series += over_seeds(run.name, run, points, run_style(index), markers=few)
     words = max((band_words(run) for run in runs), key=len, default="").strip()
-    return line_chart(title, series, token_axis(runs[0]), LOSS, caption=words)
+    ends = {s.name: s.points[-1][1] for s in series if s.points}
+    first = sorted(ends, key=lambda name: ends[name])
+    return line_chart(title, series, token_axis(runs[0]), LOSS, caption=words, first=first)
 
 
 def run_style(index: int) -> Style:

@@ -101,7 +101,7 @@ def top(results: Results, level: int) -> Markup:
     first = title_of(title) if level == 1 else element("p", title, class_="lede")
     return element(
         "div",
-        note(bullets(verdict.cautions)) if verdict.cautions else None,
+        note(verdict.cautions[0], *(element("p", more) for more in verdict.cautions[1:])) if verdict.cautions else None,
         first,
         [element("p", sentence, class_="lede") for sentence in more],
         element("p", story, class_="soft") if level == 1 and (story := _story(results)) else None,

@@ -15,6 +15,7 @@ from pe_lab.results.formatting import count, listing, percent, times
 from pe_lab.results.intervals import exp
 from pe_lab.results.records import Record, as_dict, bins, number
 from pe_lab.results.scores import Cell, Column, Table
+from pe_lab.results.variants import DROPPED, kind
 
 
 def score_chart(
@@ -48,7 +49,17 @@ def score_chart(
         points = [(at, cell.value) for at, cell in found]
         series.append(Series(label, points, style, markers=True, intervals=ends, bars=True))
     y = _value_axis(scores.suite, cells, bars)
-    return line_chart(title, series, x, y, marks, " ".join(filter(None, (caption, interval_words(cells)))), size)
+    words = " ".join(filter(None, (caption, interval_words(cells))))
+    return line_chart(title, series, x, y, marks, words, size, foremost(scores))
+
+
+def foremost(scores: Table) -> list[str]:
+    """The labels of a table in the order in which a chart shows them: dropped, RoPE, then the best at the end."""
+    kinds = {kind(record): str(label) for label, record in reversed(scores.variants.items())}
+    chosen = [kinds[name] for name in (*DROPPED, "RoPE") if name in kinds]
+    last = scores.column(scores.columns[-1]) if scores.columns else {}
+    ranked = sorted(last, key=lambda label: -last[label].score)
+    return list(dict.fromkeys([*chosen[:1], *chosen[-1:], *map(str, ranked)]))
 
 
 def interval_words(cells: Sequence[Cell]) -> str:
@@ -136,7 +147,8 @@ def position_chart(
     marks = [(trained, "training length")] if xs and min(xs) <= trained <= max(xs) else []
     x = Axis(name, True, lambda value: f"{value:,.0f}", ticks)
     where = length_words(column)
-    return line_chart(f"{title}, sequences of {where}", series, x, y, marks, caption.strip(), size)
+    title = f"{title}, sequences of {where}"
+    return line_chart(title, series, x, y, marks, caption.strip(), size, foremost(scores))
 
 
 def _points(found: Record, edges: str, value: str, low: str, high: str) -> list[tuple[Point, tuple[float, float]]]:

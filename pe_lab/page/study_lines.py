@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from pe_lab.analysis.figures import Line, LineCharts
-from pe_lab.page.charts import Axis, Series, legend, line_chart
+from pe_lab.page.charts import MOST, Axis, Series, ask_for_all, legend, line_chart
 from pe_lab.page.markup import Markup, element
 from pe_lab.page.study_axes import (
     axis_limits,
@@ -33,6 +34,7 @@ SIZES = {1: "wide", 2: "half", 3: "third", 4: "half", 5: "third", 6: "third"}  #
 def line_charts(figure: LineCharts) -> Markup:
     """All panels of a figure on the same axes: a large one, a few side by side, or many small ones with one legend."""
     styles = line_styles(labels_of(figure))
+    first = list(styles)
     x, y = _axes(figure)
     size = SIZES.get(len(figure.panels), "small")
     charts, drawn = [], {}
@@ -41,8 +43,8 @@ def line_charts(figure: LineCharts) -> Markup:
         drawn |= {one.name: one for one in series}
         if len(figure.panels) == 1:
             title = f"{figure.title}: {name}" if name else figure.title
-            return line_chart(title, series, x, y, figure.marks, figure.caption, size)
-        charts.append(line_chart(name, series, x, y, figure.marks, size=size))
+            return line_chart(title, series, x, y, figure.marks, figure.caption, size, first)
+        charts.append(line_chart(name, series, x, y, figure.marks, size=size, first=first))
     title = element("p", figure.title, class_="title")
     caption = element("figcaption", figure.caption)
     if size != "small":
@@ -50,10 +52,13 @@ def line_charts(figure: LineCharts) -> Markup:
         return element("div", title, element("div", charts, class_=look), caption, class_="below")
     marks = [f"The vertical line marks {axis_number(at)}: {text}." for at, text in figure.marks]
     words = " ".join([f"Upwards: {figure.y_label}. To the right: {figure.x_label}.", *marks])
+    named = [drawn[shortened(label)] for label in styles if shortened(label) in drawn]
+    named = [replace(one, hidden=n >= MOST) for n, one in enumerate(named)]
     return element(
         "div",
         title,
-        legend([drawn[shortened(label)] for label in styles if shortened(label) in drawn]),
+        ask_for_all(named),
+        legend(named),
         element("p", words, class_="soft small"),
         element("div", charts, class_="smalls"),
         caption,

@@ -106,6 +106,10 @@ align-items:start;margin:12px 0 6px}
 .score-board b{display:block;font-weight:650}
 .legend{list-style:none;display:flex;flex-wrap:wrap;gap:2px 16px;margin:4px 0 2px;padding:0;font-size:13px;
 color:var(--soft)}
+.all{display:block;font-size:13px;color:var(--soft);margin:2px 0;cursor:pointer}
+.all input{margin:0 7px 0 0;vertical-align:-1px;accent-color:var(--c-ntk)}.legend li.more{display:none}
+.chart:has(.all input:checked) .more{display:inline}.chart:has(.all input:checked) .few{display:none}
+.chart:has(.all input:checked) .legend li.more{display:flex}
 .legend li{min-width:0;display:flex;align-items:center;gap:6px}
 .chart{margin:18px 0 0;padding:14px 16px 12px;border:1px solid var(--line);border-radius:8px;
 background:var(--panel);
@@ -164,6 +168,12 @@ font-size:9px}
 dl.pairs,dl.terms{grid-template-columns:1fr;gap:0}dl.pairs dd,dl.terms dd{margin-bottom:10px}
 .lineage{flex-direction:column;gap:30px}.lineage li{max-width:none;flex:none}
 .lineage li+li:before{content:"↓";left:50%;top:-16px;transform:translate(-50%,-50%)}}
+@media (max-width:520px){
+.stacked table,.stacked{width:100%}.stacked tr{display:grid;grid-template-columns:repeat(var(--n),minmax(48px,1fr))}
+.stacked th:first-child{grid-column:1/-1;position:static!important;max-width:none;border-bottom:0;padding-bottom:1px}
+.stacked tbody td{border-top:0;padding:2px 4px 5px;min-width:0}
+.stacked td small,.stacked thead small{white-space:normal}
+.stacked thead th{min-width:0;padding:3px 4px}.stacked .trained{border-top:0}}
 @media print{:root{color-scheme:light;--bg:#fff;--panel:#fff;--ink:#000;--soft:#444;--line:#bbb;
 --faint:#f4f4f4}
 body{font-size:11pt}nav,.tip{display:none}table,.chart,.scroll{break-inside:avoid}.scroll{overflow:visible}
@@ -196,7 +206,8 @@ at=(event.clientX-box.left)*scale;
 layer.textContent='';
 if(at<left-8||at>right+8){tip.hidden=true;return}
 var found=[],near=null;
-data.series.forEach(function(s){var best=null,gap=1e9;
+data.series.forEach(function(s){var best=null,gap=1e9,box=figure.parentNode.closest('.many')||figure;
+box=s.m&&box.querySelector('.all input');if(box&&!box.checked)return;
 s.p.forEach(function(q){var d=Math.abs(px(q[0])-at);if(d<gap){gap=d;best=q}});
 if(best){found.push([s,best,gap]);if(near===null||gap<near[2])near=[s,best,gap]}});
 if(!near){clear();return}

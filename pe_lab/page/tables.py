@@ -31,10 +31,12 @@ def table(
     about: str = "",
     box: str = "scroll",
     foot: Markup | None = None,
+    stacked: bool = False,
 ) -> Markup:
     """A table in a box that scrolls sideways and can be reached by keyboard; `look` and `box` are their classes.
 
     `head` holds header cells, `body` and `foot` hold rows. `name` is for screen readers; `about` continues it.
+    `stacked`: on a phone, the header of a row stands above its cells, which have the whole width.
     """
     inner = element(
         "table",
@@ -44,7 +46,9 @@ def table(
         class_=look,
         aria_label=name + about,
     )
-    return element("div", inner, class_=box, tabindex="0", role="region", aria_label=f"{name}, table")
+    columns = f"--n:{max(len(head) - 1, 1)}" if stacked else None
+    box += " stacked" * stacked
+    return element("div", inner, style=columns, class_=box, tabindex="0", role="region", aria_label=f"{name}, table")
 
 
 def header(title: object, small: object = None, trained: bool = False, look: str | None = None) -> Markup:
@@ -205,7 +209,7 @@ def score_table(scores: Table, styles: Mapping[str, Style], name_source: bool = 
         notes.append(f"Chance: picking any value that was stated and not yet asked for finds {percent(chance)}.")
     if scores.skipped:
         notes.append(f"{scores.skipped} record(s) had no number that could be shown.")
-    inner = table(table_title(scores), head, body, "scores", " of each variant at each length")
+    inner = table(table_title(scores), head, body, "scores", " of each variant at each length", stacked=True)
     return element("div", title, inner, [element("p", note, class_="small soft") for note in notes])
 
 
@@ -293,7 +297,8 @@ def duel_board(judged: Sequence[tuple[Table, Sequence[Duel]]]) -> Markup:
     ours = shortened(judged[0][1][-1].label)
     title = f"The dropped model ({ours}) against the best RoPE variant of each length"
     name = "Dropped model against the best RoPE variant"
-    return text([element("p", title, class_="title board"), table(name, head, body, "score-board", box="scroll fit")])
+    board = table(name, head, body, "score-board", box="scroll fit", stacked=True)
+    return text([element("p", title, class_="title board"), board])
 
 
 def beta_table(records: Sequence[Record]) -> Markup:

@@ -69,6 +69,80 @@ DEFINITIONS = {
     "NoPE paper beta": "The NoPE model with the paper's β(s) = 1 + 0.412 ln s.",
 }
 
+# What a model is whose encoding is none of the above, by the display name of the encoding or of what is added to it.
+FAMILIES = {
+    "Partial RoPE": "RoPE on the first channels of each head only; the other channels know no position.",
+    "ALiBi": "A penalty on the attention logits that grows with the distance, with a fixed slope for each head.",
+    "learned ALiBi": "ALiBi with slopes that are learned.",
+    "T5's bias": "A learned number on the attention logits for each head and each range of distances.",
+    "KERPLE (log)": "A penalty on the attention logits that grows with the logarithm of the distance, with learned "
+    "parameters for each head.",
+    "KERPLE (power)": "A penalty on the attention logits that grows with a power of the distance, with learned "
+    "parameters for each head.",
+    "FIRE": "A bias on the attention logits that a small network computes from the distance as a part of the query's "
+    "position.",
+    "forgetting": "The forgetting transformer: the tokens between a query and a key reduce the key's weight, by a "
+    "learned gate.",
+    "CoPE": "Contextual position encoding: positions count the tokens that the query chooses.",
+    "clipped RoPE": "RoPE whose slow pairs are slowed further, down to no rotation.",
+    "xPos": "RoPE whose logits decay with the distance, those of fast pairs more.",
+    "FoPE": "Fourier position embedding: each pair of channels rotates with a series of frequencies.",
+    "PoPE": "Polar coordinate embedding: the content gives the amplitude and the position the angle.",
+    "gated RoPE": "Logits with and without rotation, mixed by a gate for each query head.",
+    "Selective RoPE": "RoPE to which each token adds an angle of its own.",
+    "rotation by content": "Each token rotates queries and keys by an angle of its own; nothing is summed over tokens.",
+    "the notebook's YaRN": "The scaling that the authors of DroPE call YaRN in their notebook: position n becomes "
+    "n m(n).",
+    "the notebook's bias": "The bias that the authors of DroPE use in their notebook: a number on the diagonal of the "
+    "logits.",
+    "gated output": "Each head's output is multiplied by a gate that the token computes.",
+    "XSA": "Exclusive self-attention: a head's output without its part along the token's own value.",
+    "gated XSA": "Exclusive self-attention by a share that is learned for each head.",
+    "sink": "One more learned logit for each head, to which attention can go that no token is to have.",
+    "SSMax": "Attention logits are multiplied by s ln(n), n the number of tokens, with s learned for each head.",
+    "Llama 4's temperature": "Queries grow with the logarithm of their position, as in Llama 4.",
+}
+METHODS = {
+    "as trained": "Unchanged at every length.",
+    "cropped": "Never sees more than its training length of context.",
+    "PI": "The frequencies of its rotation are divided by s = length / training length (position interpolation).",
+    "NTK": "Its rotation has a larger base (NTK-aware scaling): slow pairs are slowed most.",
+    "YaRN": "Its slow pairs are slowed by s = length / training length, its fast ones kept, and its logits grow.",
+    "beta": "Its attention logits are multiplied by one number β(s), fitted on held-out text at the target length.",
+    "paper beta": "Its attention logits are multiplied by β(s) = 1 + c ln s with a constant of the DroPE paper.",
+    "dropped": "Its positional encoding is removed, without training afterwards.",
+}
+
+
+def definition(record: Record) -> str:
+    """What a record's variant is, in a sentence or two, for every variant that there is."""
+    if name := kind(record):
+        return DEFINITIONS[name]
+    model, _, scaled = str(record.get("model") or "").partition(" (")
+    families = list(dict.fromkeys(part for layers in model.split("/") for part in layers.split(" + ") if part))
+    parts = [_family(name) if len(families) == 1 else f"{name}: {_family(name)}" for name in families]
+    if "/" in model:
+        parts.insert(0, "Its layers have different encodings.")
+    if scaled:
+        parts.append(f"It was trained with frequencies that are scaled already ({scaled.removesuffix(')')}).")
+    method = str(record.get("method") or "")
+    if method in METHODS:
+        parts.append(METHODS[method])
+    elif method:
+        parts.append(f"Here its weights are used under another encoding than they were trained with: {method}.")
+    return " ".join(parts)
+
+
+def _family(name: str) -> str:
+    """A sentence about an encoding; one that the run's own code registered is named as such."""
+    known = FAMILIES.get(name) or DEFINITIONS.get(name, "").removesuffix(" Unchanged at every length.")
+    if name.startswith("p-RoPE "):
+        return (
+            f"RoPE on {name.removeprefix('p-RoPE ')} of the pairs of channels, the fastest; the others do not rotate."
+        )
+    return known or f"The encoding {name}, of the run's own code."
+
+
 GLOSSARY = {
     "training length": "The number of tokens in every training sequence; the model never saw a longer one. 4× is a "
     "sequence four times as long.",
