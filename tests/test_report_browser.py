@@ -465,3 +465,19 @@ def brightness(colour: str) -> float:
     """Mean of the channels of `rgb(r, g, b)`."""
     channels = [float(part) for part in colour[colour.index("(") + 1 : -1].split(",")[:3]]
     return sum(channels) / 3
+
+
+@pytest.mark.parametrize("width", [400, 700, 1200])
+def test_the_last_length_is_seen_and_five_lines_are_drawn_until_all_are_asked_for(browser, tmp_path, width):
+    """Seven variants up to 32×: no table is wider than its box on a phone, and a box shows the other lines. 2 s."""
+    page = tmp_path / "page.html"
+    main([str(make_run(tmp_path, training_length=2048)), f"--out={page}"])
+    browser.open(page, width)
+    table = "document.querySelector('table.scores')"
+    assert browser.value(f"{table}.parentNode.scrollWidth - {table}.parentNode.clientWidth") <= 1
+    figure = "document.querySelector('figure.chart')"
+    lines = f"[...{figure}.querySelectorAll('svg.{'wide' if width > 820 else 'narrow'} path[stroke-width]')]"
+    seen = f"{lines}.filter(one => one.getClientRects().length).length"
+    assert browser.value(seen) == 5
+    browser.value(f"{figure}.querySelector('.all input').click()")
+    assert browser.value(seen) == 7

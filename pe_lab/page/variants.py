@@ -118,13 +118,15 @@ def definition(record: Record) -> str:
     """What a record's variant is, in a sentence or two, for every variant that there is."""
     if name := kind(record):
         return DEFINITIONS[name]
-    model, _, scaled = str(record.get("model") or "").partition(" (")
+    model, scaled = str(record.get("model") or ""), ""
+    if model.endswith(")") and not model.endswith(tuple(FAMILIES)):  # KERPLE (log)
+        model, _, scaled = model.removesuffix(")").rpartition(" (")
     families = list(dict.fromkeys(part for layers in model.split("/") for part in layers.split(" + ") if part))
     parts = [_family(name) if len(families) == 1 else f"{name}: {_family(name)}" for name in families]
     if "/" in model:
         parts.insert(0, "Its layers have different encodings.")
     if scaled:
-        parts.append(f"It was trained with frequencies that are scaled already ({scaled.removesuffix(')')}).")
+        parts.append(f"It was trained with frequencies that are scaled already ({scaled}).")
     method = str(record.get("method") or "")
     if method in METHODS:
         parts.append(METHODS[method])
