@@ -18,6 +18,7 @@ from pe_lab.results.records import Record, as_dict, number
 from pe_lab.results.scores import Cell, Column, Table
 from pe_lab.results.variants import is_dropped, is_unchanged
 
+STACKED = 8  # columns of a table that is stacked, at most: of more, it scrolls sideways
 UNMEASURED = element("span", "–", aria_label="not measured")
 BEST = element("i", "●", class_="flag", aria_label="best:")
 TIE = element("i", "○", class_="flag", aria_label="not distinguishable from the best:")
@@ -46,7 +47,8 @@ def table(
         class_=look,
         aria_label=name + about,
     )
-    columns = f"--n:{max(len(head) - 1, 1)}" if stacked else None
+    stacked = stacked and 1 < len(head) <= STACKED
+    columns = f"--n:{len(head) - 1}" if stacked else None
     box += " stacked" * stacked
     return element("div", inner, style=columns, class_=box, tabindex="0", role="region", aria_label=f"{name}, table")
 

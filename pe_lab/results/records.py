@@ -17,7 +17,12 @@ KEYS = ("run", "checkpoint", "method", "length", "seed", "source")  # what a rec
 
 def key(record: Mapping[str, Any]) -> tuple[Any, ...]:
     """What a record measured. Of two records with equal keys the later one replaces the earlier."""
-    return tuple(record.get(name) for name in KEYS)
+    return tuple(hashable(record.get(name)) for name in KEYS)
+
+
+def hashable(value: Any) -> Any:
+    """A value of a key as it is; a list or an object, which damaged files have there, as text."""
+    return json.dumps(value, sort_keys=True) if isinstance(value, list | dict) else value
 
 
 def digest(value: Any, digits: int = 12) -> str:

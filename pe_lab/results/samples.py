@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pe_lab.results.records import hashable
 from pe_lab.storage import AnyPath, AppendedLog, read_records
 
 SampleRecord = dict[str, Any]
@@ -18,7 +19,7 @@ KEY = ("checkpoint_id", "reading", "suite", "task", "length", "seed", "settings"
 
 def key(record: Mapping[str, Any]) -> tuple[Any, ...]:
     """What makes a record the answer to one question and to no other."""
-    return tuple(record.get(name) for name in KEY)
+    return tuple(hashable(record.get(name)) for name in KEY)
 
 
 class SampleFile:

@@ -142,7 +142,7 @@ class AppendedLog:
 
 def record_line(record: Mapping[str, Any]) -> bytes:
     """The line of a record in a log."""
-    return (json.dumps(record, ensure_ascii=False) + "\n").encode()
+    return (json.dumps(record, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
 
 
 def _cut_off_partial_line(file: BinaryIO) -> None:

@@ -18,6 +18,7 @@ from pe_lab.config import Config, from_dict, to_json
 from pe_lab.errors import ConfigError, DataError, UserError, redacted
 from pe_lab.identity import changed, config_hash, identity
 from pe_lab.recipes import load_config, split_reference
+from pe_lab.results.formatting import shortened
 from pe_lab.results.records import as_dict, digest, mappings
 from pe_lab.storage import AnyPath, create_file, exists, json_object, read_bytes, replace_file
 from pe_lab.sweeps.grid import Axis, axis, cell_name, product, with_arguments
@@ -332,7 +333,17 @@ def _read(directory: AnyPath, content: bytes) -> Sweep:
             cells.append(Cell(str(one["name"]), texts[0], seed, str(one["reference"]), texts[1], config))
         evaluation = found.get("evaluation")
         options = None if evaluation is None else tuple(map(str, evaluation))
-    except (UserError, KeyError, TypeError, ValueError) as error:
+        names = [cell.name for cell in cells]
+        if not names:
+            raise ValueError("it has no cells")
+        if len(set(names)) < len(names):
+            raise ValueError("two cells have one name")
+        for name in names:
+            if name in ("", ".", "..", LOGS) or "/" in name or "\0" in name:
+                raise ValueError(f"the cell {shortened(repr(name))} has no name that a directory can have")
+        if not all(cell.config.phases for cell in cells):
+            raise ValueError("a cell has no phases")
+    except (UserError, KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise DataError(
             f"'{directory / FILE}' is damaged ({type(error).__name__}: {error}). Give the same command another "
             "--workdir; the cells themselves are ordinary runs, and whole."

@@ -9,6 +9,7 @@ import numpy as np
 
 from pe_lab.analysis.groups import Spread, curve_over_seeds
 from pe_lab.analysis.runs import Run
+from pe_lab.page.charts import MOST
 from pe_lab.page.figure_style import OKABE_ITO, look, render
 from pe_lab.page.loss_charts import offsets
 from pe_lab.results.formatting import count, shortened
@@ -17,7 +18,7 @@ from pe_lab.sweeps.table import TRAINING, VALIDATION, SweepTable, numeric
 
 BINS = 100  # points of a curve: each is the mean of the steps between two of them
 LOGARITHMIC = 3  # an axis whose largest value is so many times its smallest
-LEGEND = 16  # settings in the legend, the best ones
+GREY = "#b8bcc2"  # of the settings that are not named
 PLAIN = {"parse_math": False}  # a name with a $ is no formula
 AXIS = {VALIDATION: "validation loss, nats per token", TRAINING: "training loss, nats per token"}
 
@@ -31,8 +32,8 @@ def draw(table: SweepTable, form: str) -> bytes:
     columns = min(len(curves) + len(axes), 2)
     rows = -(-(len(curves) + len(axes)) // columns)
     names = [label(summary.setting) for summary in table.summaries if summary.records]
-    styles = _styles(names)
-    listed = names[:LEGEND]
+    listed = names[:MOST] + [name for name in names[MOST:] if name == table.baseline]
+    styles = dict.fromkeys(names, GREY) | dict(zip(listed, OKABE_ITO, strict=False))
     with look():
         figure = Figure(figsize=(7, 2.9 * rows + 0.17 * -(-len(listed) // 2) + 0.2), layout="constrained")
         panels = list(figure.subplots(rows, columns, squeeze=False).flatten())
@@ -45,16 +46,6 @@ def draw(table: SweepTable, form: str) -> bytes:
         if len(names) > 1:
             _legend(figure, listed, styles, len(names) - len(listed))
         return render(figure, form)
-
-
-def _styles(names: Sequence[str]) -> dict[str, Any]:
-    """The colour of each setting: colours that the colour-blind tell apart, or a scale from the best to the worst."""
-    if len(names) <= len(OKABE_ITO):
-        return dict(zip(names, OKABE_ITO, strict=False))
-    from matplotlib import colormaps
-
-    scale = colormaps["viridis"].resampled(len(names))
-    return {name: scale(n) for n, name in enumerate(names)}
 
 
 def _curves(table: SweepTable, name: str) -> dict[str, list[tuple[float, Spread]]]:
@@ -82,8 +73,10 @@ def _draw_curves(panel: Any, lines: Mapping[str, Any], styles: Mapping[str, Any]
     for setting, curve in reversed(lines.items()):  # the best on top
         tokens = [x for x, _ in curve]
         means, lows, highs, _ = zip(*(over for _, over in curve), strict=True)
-        panel.plot(tokens, means, color=styles[setting], linewidth=1.4)
-        panel.fill_between(tokens, lows, highs, color=styles[setting], alpha=0.18, linewidth=0)
+        named = styles[setting] != GREY
+        panel.plot(tokens, means, color=styles[setting], linewidth=1.4 if named else 0.6)
+        if named:
+            panel.fill_between(tokens, lows, highs, color=styles[setting], alpha=0.18, linewidth=0)
         ends += means
     low, high = min(ends), max(ends)
     panel.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))  # bands of three seeds may reach far
@@ -123,7 +116,7 @@ def _legend(figure: Any, names: Sequence[str], styles: Mapping[str, Any], left_o
 
     handles = [Line2D([], [], color=styles[name], linewidth=2) for name in names]
     texts = [shortened(name, 60) for name in names]
-    title = f"best first; {left_out} more are not named" if left_out else "best first"
+    title = f"best first; {left_out} more are grey" if left_out else "best first"
     drawn = figure.legend(
         handles, texts, loc="outside lower center", ncols=2 if len(names) > 1 else 1, fontsize=7.5, title=title
     )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from .kind import TESTS, Kind
+from .result_files import Results, Run, SweepFile
 from .run_files import CheckpointMetadata, Prepared, Prompts, Recipe
 from .tokenizer_files import SentencePiece, TokenizerJson
 from .weights import Gguf, HuggingFaceConfig, Safetensors
@@ -24,6 +25,9 @@ KINDS: dict[str, Callable[[], Kind]] = {
         CheckpointMetadata,
         Recipe,
         Prompts,
+        Run,
+        SweepFile,
+        Results,
     )
 }
 

@@ -49,6 +49,30 @@ VALUES: tuple[Any, ...] = (
 )
 
 
+# What a number of steps, tokens, a length or a score cannot be, or can hardly be.
+ABSURD: tuple[Any, ...] = (
+    -1,
+    0,
+    1e23,
+    1e308,
+    -1e308,
+    5e-324,
+    10**30,
+    10**400,
+    float("nan"),
+    float("inf"),
+    True,
+    False,
+    None,
+    "",
+    "7",
+    "x",
+    [],
+    {},
+    [1e308, -1e308],
+)
+
+
 def damage_bytes(rng: random.Random, data: bytes, most: int = 4) -> bytes:
     """The data after one to `most` accidents: flipped bits, a cut, a splice, a repetition, a huge count."""
     out = bytearray(data)
@@ -87,7 +111,7 @@ def damage_json(rng: random.Random, data: Any, most: int = 3) -> str:
     whole = {"": json.loads(json.dumps(data))}
     deep = 0
     for _ in range(rng.randint(1, most)):
-        holder, key = rng.choice(_places(whole))
+        holder, key = rng.choice(places(whole))
         kind = rng.randrange(6)
         if kind == 0 and holder is not whole:
             del holder[key]
@@ -98,7 +122,7 @@ def damage_json(rng: random.Random, data: Any, most: int = 3) -> str:
         elif kind == 3 and rng.random() < 0.3:
             holder[key], deep = "DEEP", rng.choice((50, 500, 5_000, 100_000))
         elif kind == 4:
-            other, place = rng.choice(_places(whole))
+            other, place = rng.choice(places(whole))
             holder[key] = json.loads(json.dumps(other[place]))
         else:
             holder[key] = value(rng)
@@ -116,7 +140,7 @@ def damage_json_text(rng: random.Random, data: Any) -> bytes:
     return damage_bytes(rng, content) if rng.random() < 0.25 else content
 
 
-def _places(value: Any) -> list[tuple[Any, Any]]:
+def places(value: Any) -> list[tuple[Any, Any]]:
     """(container, key) of every place in nested lists and dicts."""
     found, todo = [], [value]
     while todo:

@@ -3,15 +3,16 @@
 import dataclasses
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
-from tiny_runs import write_recipe
+from tiny_runs import REPOSITORY, write_recipe
 
 from pe_lab.config import to_json
 from pe_lab.errors import ConfigError, DataError
 from pe_lab.recipes import load_config
-from pe_lab.sweeps import load_sweep, make_sweep, save_sweep, summarize
+from pe_lab.sweeps import load_sweep, make_sweep, parse_axis, save_sweep, summarize
 from pe_lab.sweeps.state import phases_of
 from pe_lab.training import inheritance
 
@@ -162,3 +163,18 @@ def test_commands_that_save_at_once_lose_no_cells(recipe, tmp_path):
     save_sweep(one)
     assert len(save_sweep(other).cells) == 2 == len(load_sweep(tmp_path / "s").cells)
     assert dataclasses.replace(other).names == {"learning_rate=0.2__seed=0"}
+
+
+def test_the_grids_of_lists_in_the_documentation_make_cells(tmp_path):
+    """Every `--grid ...` of docs/sweeps.md whose values have commas inside brackets or quotes."""
+    text = (REPOSITORY / "docs" / "sweeps.md").read_text()
+    paragraph = text[text.index("Commas inside quotes") :].partition("\n\n")[0].replace("\n", " ")
+    axes = [parse_axis(shlex.split(line)[1]) for line in re.findall(r"`(--grid [^`]+)`", paragraph)]
+    assert len(axes) == 4 and all(len(axis.values) == 2 for axis in axes)
+    recipe = str(write_recipe(tmp_path / "recipe"))
+    for axis in axes:
+        if not axis.key.startswith(":"):  # an argument that this recipe does not have
+            made = make_sweep(recipe, [axis], directory=tmp_path / "s", overrides={"model.layers": "2"})
+            assert len(made.cells) == 2
+    with pytest.raises(ConfigError, match="are the same run"):
+        make_sweep(recipe, {"checkpoint.milestones": ["[1,2]", "[3]"]}, directory=tmp_path / "s")

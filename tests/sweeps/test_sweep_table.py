@@ -147,3 +147,25 @@ def test_scores_of_a_former_step_are_no_metric(sweep):
     assert not any("perplexity" in name for name in first.metrics)
     table = shown(summarize(sweep, collect(sweep)))
     assert "(2 of 3)" in table and "1 more cells" not in table
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda found: found | {"cells": []}, "it has no cells"),
+        (lambda found: found | {"cells": found["cells"][:1] * 2}, "two cells have one name"),
+        (lambda found: found | {"cells": [found["cells"][0] | {"name": "../x"}]}, "no name that a directory can have"),
+        (lambda found: found | {"cells": [found["cells"][0] | {"seed": math.inf}]}, "OverflowError"),
+        (lambda found: found | {"cells": [found["cells"][0] | {"config": {"phases": []}}]}, "is damaged"),
+        (lambda found: found | {"evaluation": 7}, "TypeError"),
+        (lambda found: [found], "is damaged"),
+    ],
+)
+def test_an_odd_sweep_file_is_one_message(sweep, change, words):
+    from pe_lab.errors import DataError
+    from pe_lab.sweeps import load_sweep
+
+    path = sweep.directory / "sweep.json"
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    with pytest.raises(DataError, match=words):
+        load_sweep(sweep.directory)
