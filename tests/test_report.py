@@ -490,3 +490,15 @@ def test_every_variant_that_can_be_measured_is_explained():
     both = definition({"model": "RoPE/NoPE (YaRN 4)", "method": "PI"})
     assert both.startswith("Its layers have different encodings. RoPE: Rotary") and "(YaRN 4)" in both
     assert both.endswith("(position interpolation).")
+
+
+@pytest.mark.parametrize("step", [1e23, 1e308, -3, "NaN", True, "7", 10**400])
+def test_records_of_absurd_steps_are_set_aside_with_a_notice(tmp_path, step):
+    run = make_run(tmp_path, phases=(("pretrain", "rope(base=10000)", 20),))
+    line = json.dumps({"step": step, "tokens": 9, "loss": 1e308}).replace('"NaN"', "NaN")
+    with (run / "pretrain" / "metrics.jsonl").open("a") as file:
+        file.write(line + "\n" + json.dumps({"step": 21, "tokens": -1, "loss": 2.0}) + "\n")
+    text = outline(page_of(run)).text
+    assert "pretrain/metrics.jsonl: 2 record(s) whose step or tokens are no count are left out (first: step" in text
+    (phase,) = read_run(run).phases
+    assert phase.steps_done == 20 and max(y for _, y in phase.series("loss")) < 100

@@ -408,3 +408,16 @@ def test_the_axis_of_a_caches_lengths_has_powers_of_four_and_ten_million():
     show = axes.xaxis.get_major_formatter()
     assert [show(place, 0) for place in places] == ["4k", "16k", "64k", "256k", "1M", "4M", "10M"]
     assert axes.yaxis.get_major_formatter()(1.5e9, 0) == "1.5 GB"
+
+
+def test_of_many_runs_each_has_its_scores_and_the_command_for_the_rest(tmp_path, monkeypatch):
+    from run_directories import make_run
+
+    from pe_lab.analysis.runs import read_runs
+    from pe_lab.page import document
+
+    monkeypatch.setattr(document, "MANY", 1)
+    made = [make_run(tmp_path, name, phases=(("pretrain", "rope(base=10000)", 20),)) for name in ("one", "two")]
+    page = document.build_page(read_runs(made))
+    assert f"python -m pe_lab.report {made[0]}</code>" in page
+    assert 'id="run-0-results"' in page and 'id="run-0-training"' not in page

@@ -318,3 +318,22 @@ def test_variants_are_in_the_order_of_tables_and_others_by_label_behind():
     given = {"z": ("Mamba", ""), "y": ("DroPE", "beta"), "b": ("Mamba", ""), "x": ("RoPE", "PI"), "w": ("NoPE", "beta")}
     given = {label: {"model": model, "method": method} for label, (model, method) in given.items()}
     assert list(variants.in_order(given)) == ["x", "y", "w", "b", "z"]
+
+
+def test_a_record_file_reads_again_what_another_process_wrote(tmp_path, monkeypatch):
+    """Its own writes are not read again: beside many records that would take their memory a second time."""
+    from pe_lab.results import records
+
+    path = tmp_path / "perplexity.jsonl"
+    path.write_text(json.dumps({"source": "a", "nll": 1.0}) + "\n")
+    ours, theirs = records.RecordFile(path), records.RecordFile(path)
+    reads = []
+    read = records.RecordFile._read
+    monkeypatch.setattr(records.RecordFile, "_read", lambda self: reads.append(self) or read(self))
+    ours.put([{"source": "b", "nll": 2.0}])
+    ours.put([{"source": "c", "nll": 3.0}])
+    assert reads == []
+    theirs.put([{"source": "d", "nll": 4.0}])
+    ours.put([{"source": "e", "nll": 5.0}])
+    assert reads == [theirs, ours]
+    assert [json.loads(line)["source"] for line in path.read_text().splitlines()] == ["a", "b", "c", "d", "e"]

@@ -15,7 +15,7 @@ from pe_lab.results.formatting import shortened
 from pe_lab.results.records import Record, as_dict, mappings, number
 from pe_lab.results.unfinished import FOLDER
 from pe_lab.results.variants import EXTERNAL
-from pe_lab.storage import AnyPath, absolute, json_object, log_exists, read_log
+from pe_lab.storage import AnyPath, absolute, json_object, json_objects, log_exists, read_log
 
 LARGEST = 2**53  # steps or tokens of a run; floats are exact up to here
 
@@ -321,10 +321,12 @@ def _read_records(path: AnyPath, root: AnyPath, problems: list[str]) -> list[Rec
     """The records of a file of JSON lines; lines that cannot be read are left out and become a problem."""
     name = path.relative_to(root)
     lines = (_read_bytes(path, root, problems) or b"").rstrip(b"\n").split(b"\n")
-    found = {number: json_object(line) for number, line in enumerate(lines, 1) if line.strip()}
-    broken = [number for number, record in found.items() if record is None]
-    if broken == [len(lines)]:
+    numbers, last = [number for number, line in enumerate(lines, 1) if line.strip()], len(lines)
+    found = list(json_objects([line for line in lines if line.strip()]))
+    del lines  # which take as much memory as the records
+    broken = [number for number, record in zip(numbers, found, strict=True) if record is None]
+    if broken == [last]:
         problems.append(f"The last line of {name} was cut off (still being written?) and is left out.")
     elif broken:
         problems.append(f"{name}: {len(broken)} line(s) could not be read and are left out (first: line {broken[0]}).")
-    return [record for record in found.values() if record is not None]
+    return [record for record in found if record is not None]

@@ -25,6 +25,8 @@ from pe_lab.results.formatting import listing, shortened
 from pe_lab.results.scores import Column, Table
 from pe_lab.results.variants import kind
 
+MANY = 40  # runs on a page of which each has all of its sections
+SHORT = ("results", "tasks", "caveats")  # the sections of each run on a page of more
 READ = ("#read", "How to read this")
 HOW_THE_VERDICT_IS_MADE = (
     "At each length the dropped model (with β where that was measured) is compared with the best RoPE variant at that "
@@ -91,7 +93,7 @@ def _several_runs(worked: Sequence[Results]) -> Markup:
     parts = []
     for index, results in enumerate(worked):
         inner = [element("h2", results.run.name, id=f"run-{index}"), top(results, 2), problem_note(results.run)]
-        inner += [part for *_, part in run_sections(results, 3, f"run-{index}-")]
+        inner += _sections(results, 3, f"run-{index}-", len(worked))
         inner.append(_members(results.run, f"run-{index}-"))
         parts.append(element("section", inner, class_="run", data_run=results.run.name))
     links = [(f"#run-{index}", results.run.name) for index, results in enumerate(worked)]
@@ -109,9 +111,19 @@ def _members(run: Run, prefix: str) -> Markup:
     for index, member in enumerate(run.members):
         results, identity = work_out(member), f"{prefix}{index}"
         inner = [element("h3", member.name, id=identity), top(results, 3), problem_note(member)]
-        inner += [part for *_, part in run_sections(results, 4, f"{identity}-")]
+        inner += _sections(results, 4, f"{identity}-", len(run.members))
         parts.append(element("section", inner, class_="run member", data_run=member.name))
     return members_part(run, prefix, parts)
+
+
+def _sections(results: Results, level: int, prefix: str, of: int) -> list[Markup]:
+    """The sections of one of many runs; of more than `MANY` runs only the scores, and how to get the others."""
+    found = run_sections(results, level, prefix)
+    if of <= MANY:
+        return [part for *_, part in found]
+    command = element("code", f"python -m pe_lab.report {results.run.directory}")
+    more = element("p", "Losses, positions, heat maps and config of this run: ", command, class_="small soft")
+    return [*(part for key, _, part in found if key in SHORT), more]
 
 
 def _navigation(links: Sequence[tuple[str, str]]) -> Markup:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pe_lab.storage import AnyPath, read_records, write_records
+from pe_lab.storage import AnyPath, is_remote, read_records, write_records
 
 Record = dict[str, Any]
 LARGEST = 1e150  # of a number that is shown: squares and sums of such numbers are finite
@@ -88,6 +88,7 @@ class RecordFile:
         from pe_lab.parallel import on_first  # which imports JAX, and reports do not
 
         self.path = path
+        self._stamp = stamp(path)  # of the file that holds `records`; None: not known
         self.records = on_first(self._read)
 
     def _read(self) -> list[Record]:
@@ -110,8 +111,18 @@ class RecordFile:
 
         new = {key(record): finite(dict(record)) for record in records}
         if is_first():
-            write_records(self.path, merged(self._read(), new), "Give another directory with --out.")
+            known = self.records if self._stamp is not None and self._stamp == stamp(self.path) else self._read()
+            write_records(self.path, merged(known, new), "Give another directory with --out.")
+            self._stamp = stamp(self.path)
         self.records = merged(self.records, new)
+
+
+def stamp(path: AnyPath) -> tuple[int, int, int] | None:
+    """What another write of a local file changes; None of a file that is missing or on a store."""
+    if is_remote(path) or not path.is_file():
+        return None
+    found = path.stat()
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def merged(records: Sequence[Record], new: Mapping[tuple[Any, ...], Record]) -> list[Record]:

@@ -209,11 +209,12 @@ def source_of(record: Record) -> str:
 
 def latest(records: Sequence[Record]) -> list[Record]:
     """The records of the latest checkpoint of each label and phase."""
-    steps: dict[tuple[object, object], float] = {}
-    for record in records:
-        who = record.get("label"), record.get("phase")
-        steps[who] = max(steps.get(who, 0.0), number(record, "step") or 0.0)
-    return [one for one in records if (number(one, "step") or 0.0) == steps[one.get("label"), one.get("phase")]]
+    whose = [(str(record.get("label")), str(record.get("phase"))) for record in records]
+    steps = [number(record, "step") or 0.0 for record in records]
+    last: dict[tuple[str, str], float] = {}
+    for who, step in zip(whose, steps, strict=True):
+        last[who] = max(last.get(who, 0.0), step)
+    return [one for one, who, step in zip(records, whose, steps, strict=True) if step == last[who]]
 
 
 def arrange(records: Iterable[tuple[str, Hashable, Column, Record]]) -> list[Table]:

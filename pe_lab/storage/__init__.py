@@ -7,6 +7,7 @@ from pe_lab.storage.files import write_file, write_files
 from pe_lab.storage.inputs import InputFile, find_files, local_matches, open_file
 from pe_lab.storage.json_files import (
     json_object,
+    json_objects,
     read_json,
     read_records,
     salvage_json,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pe_lab.errors import DataError, UserError
@@ -16,6 +16,7 @@ Kind = TypeVar("Kind", dict, list)
 
 
 LARGEST = 2**26  # bytes of a whole file; as Python objects they take up to twenty times as much
+TOGETHER = 1000  # lines that are parsed at once
 DEEPEST = 64  # objects and lists inside one another; whoever walks a value may do so by recursion
 
 
@@ -39,6 +40,20 @@ def _too_deep(value: Any) -> bool:
         if not level:
             return False
     return True
+
+
+def json_objects(lines: Sequence[bytes]) -> Iterator[dict[str, Any] | None]:
+    """The JSON object of each line; None of a line that holds anything else.
+
+    Lines are parsed `TOGETHER` at a time, so that their keys are the same strings: a third of the memory, and faster.
+    """
+    for start in range(0, len(lines), TOGETHER):
+        part = [line.strip() for line in lines[start : start + TOGETHER]]
+        whole = all(line.startswith(b"{") and line.endswith(b"}") for line in part)
+        found = json_object(b"[" + b",".join(part) + b"]", list) if whole else None
+        if found is None or len(found) != len(part) or not all(isinstance(one, dict) for one in found):
+            found = list(map(json_object, part))
+        yield from found
 
 
 def read_json(path: AnyPath, advice: str = "", error: type[UserError] = DataError, kind: type[Kind] = dict) -> Kind:
@@ -84,13 +99,14 @@ def read_records(
         raise DataError(f"{path} cannot be read ({error.strerror}).") from None
     if partial:
         content = content[: content.rfind(b"\n") + 1]
-    for number, line in enumerate(content.split(b"\n"), 1):
-        if line.strip():
-            record = json_object(line)
-            wrong = "no JSON object" if record is None else check(record)
-            if wrong:
-                raise DataError(f"{path}, line {number}, is no {what}: {wrong}. {advice}".rstrip())
-            yield record
+    lines = content.split(b"\n")
+    del content
+    numbers = [number for number, line in enumerate(lines, 1) if line.strip()]
+    for number, record in zip(numbers, json_objects([line for line in lines if line.strip()]), strict=True):
+        wrong = "no JSON object" if record is None else check(record)
+        if wrong:
+            raise DataError(f"{path}, line {number}, is no {what}: {wrong}. {advice}".rstrip())
+        yield record
 
 
 def _set_aside(path: AnyPath, content: bytes) -> AnyPath:
