@@ -11,7 +11,8 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from pe_lab.page.charts import Axis, Series, line_chart
+from pe_lab.page.chart_parts import Axis, Series
+from pe_lab.page.charts import line_chart
 from pe_lab.page.files import shown
 from pe_lab.page.ticks import decimate, linear_ticks, log_ticks, smooth
 from pe_lab.page.variants import Style, assign_styles

@@ -65,6 +65,7 @@ class Evaluation:
     ):
         self.subjects = [s for n, s in enumerate(subjects) if s.id not in {before.id for before in subjects[:n]}]
         self.plan, self._data, self._devices, self._attention = plan, data, devices, attention
+        self._directory = directory
         self.mixture = first_then_others(lambda: open_mixture(data))  # text is prepared once
         self._check_vocabulary()
         self.files = {suite: RecordFile(directory / f"{suite}.jsonl") for suite in MEASURED}
@@ -72,8 +73,7 @@ class Evaluation:
         sources = list(enumerate(self.mixture.sources))
         self._text = [i for i, s in sources if s.prepared is not None and s.tokens("validation")]
         self._needles = [i for i, s in sources if s.needles is not None]
-        self.skipped: list[str] = []
-        self.kept: list[str] = []
+        self.skipped, self.kept = list[str](), list[str]()
         self.reused: list[Unit] = []
         self.suites, self.methods = self._possible()
         self.variants = [variant for subject in self.subjects for variant in self._variants_of(subject)]
@@ -100,8 +100,7 @@ class Evaluation:
         models = ", ".join(dict.fromkeys(f"{s.model} ({s.path})" for s in self.subjects))
         out.print(f"{len(self.units)} measurements of {models}")
         records, finished = [], 0
-        directory = self.files["perplexity"].path.parent
-        planned = announced(directory, list(map(self._name, self.units)))
+        planned = announced(self._directory, list(map(self._name, self.units)))
         with planned, TokenProgress("compiling", sum(map(self.cost, self.units))) as progress:
             for unit in self.units:
                 name = f"{unit.suite} {unit.length:,} {unit.variant.label}"
@@ -121,7 +120,7 @@ class Evaluation:
             out.print(sentence)
         if progress.read:
             out.print(progress.speed())
-        out.print(f"Records: {directory}")
+        out.print(f"Records: {self._directory}")
         return records
 
     # --------------------------------------------------------------------------------------------------------
@@ -219,29 +218,24 @@ class Evaluation:
         """The record of a unit, and whether it existed."""
         variant, record = unit.variant, self._name(unit)
         record |= {"seed": self.plan.settings.seed, "settings": self._settings(unit)}
-        file = self.files[unit.suite]
+        file, suite = self.files[unit.suite], unit.suite
         if not self.plan.again and (found := file.find(record)):
             renamed = found | {name: record[name] for name in ("label", "tokens_trained")}
             if renamed != found:
                 file.put([renamed])
             return renamed, True
-        measure = {"perplexity": self._perplexity, "needles": self._needle_accuracy, "beta": self._fitted_beta}[
-            unit.suite
-        ]
-        if unit.suite != "beta":
+        measures = {"perplexity": self._perplexity, "needles": self._needle_accuracy, "beta": self._fitted_beta}
+        if suite != "beta":
             record |= {"beta": variant.beta_at(unit.length), "positional": label_layers(variant.layers_at(unit.length))}
-        record = finite({**record, **measure(unit), "versions": versions()})
+        record = finite({**record, **measures[suite](unit), "versions": versions()})
         file.put([record])
         return record, False
 
     def _name(self, unit: Unit) -> Record:
         """The keys of a unit's record that tell what it measures: suite, checkpoint, variant, length and source."""
-        record: Record = {"suite": unit.suite} | unit.variant.record(unit.length)
-        if unit.suite != "beta":
-            record["source"] = self.mixture.sources[unit.source].name
-        if unit.suite == "perplexity" and self.plan.stride:
-            record["source"] += f", windows sliding by {self.plan.stride}"
-        return record
+        more = f", windows sliding by {self.plan.stride}" if unit.suite == "perplexity" and self.plan.stride else ""
+        source = {} if unit.suite == "beta" else {"source": self.mixture.sources[unit.source].name + more}
+        return {"suite": unit.suite} | unit.variant.record(unit.length) | source
 
     def _settings(self, unit: Unit) -> Record:
         """The settings that a record's numbers depend on; a record under other settings is measured again."""

@@ -13,46 +13,23 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from pe_lab.page.markup import Markup, element, text
+from pe_lab.page.chart_parts import (
+    MOST,
+    Axis,
+    Series,
+    ask_for_all,
+    colour_of,
+    file_parts,
+    hidden,
+    legend,
+    line_shape,
+    text_shape,
+)
+from pe_lab.page.markup import Markup, element
 from pe_lab.page.ticks import Point, decimate, linear_ticks, log_ticks
-from pe_lab.page.variants import Style
-from pe_lab.results.formatting import Number, short_number, shortened
+from pe_lab.results.formatting import Number, shortened
 
 Mark = tuple[Number, str]  # where a vertical line stands, and its label: the training length
-MOST = 5  # lines of a chart until its reader asks for all
-
-
-@dataclass(frozen=True)
-class Series:
-    """One line. `faint`: without label and tooltip. `markers`: with a dot at each point. `line=False`: dots only.
-
-    `intervals`, a low and a high value for each point, are drawn as a band; with `bars`, and where there are dots only,
-    as a bar at each point.
-    Points that cannot be drawn are left out; `broken`: they break the line. `gaps` and `hidden` are for `line_chart`.
-    """
-
-    name: str
-    points: Sequence[Point]
-    style: Style
-    faint: bool = False
-    markers: bool = False
-    line: bool = True
-    intervals: Sequence[tuple[Number, Number]] = ()
-    broken: bool = False
-    gaps: tuple[int, ...] = ()  # numbers of the points before which the line is broken
-    bars: bool = False
-    hidden: bool = False  # until all are asked for; `line_chart` decides
-
-
-@dataclass(frozen=True)
-class Axis:
-    """An axis. `ticks` and `domain`, its ends, are in data units; None: chosen from the data."""
-
-    label: str
-    log: bool = False
-    show: Callable[[Number], str] = short_number
-    ticks: Sequence[Number] | None = None
-    domain: tuple[Number, Number] | None = None
 
 
 @dataclass(frozen=True)
@@ -164,22 +141,6 @@ def _drawable(series: Series, x: Axis, y: Axis) -> Series:
     )
 
 
-def file_parts(title: str, named: Sequence[Series], size: tuple[int, int]) -> tuple[str, str]:
-    """The box of a picture file of a chart, and what the page has outside the chart: paper, title, names of series."""
-    width, height = size
-    shapes, x, y = [_text(title, 4, -14, look="file-title")], 4.0, height + 14.0
-    for s in named:
-        wide = 38 + 7 * len(s.name)
-        if x > 4 and x + wide > width:
-            x, y = 4.0, y + 18
-        name = [_stroke_of(s, x, y - 4), _text(s.name, x + 30, y)]
-        shapes += [_hidden(name)] if s.hidden else name
-        x += wide
-    box = (-6.0, -34.0, max(width, 14.0 + 8 * len(title)) + 12, (y + 10 if named else height) + 34.0)
-    paper = element("rect", **dict(zip(("x", "y", "width", "height"), box, strict=True)), fill="#fff")
-    return " ".join(f"{part:g}" for part in box), str(text([paper, *shapes]))
-
-
 def _extent(series: Sequence[Series], which: int, axis: Axis, marks: Sequence[Mark] = ()) -> tuple[Number, Number]:
     """The ends of an axis."""
     if axis.domain:
@@ -194,51 +155,6 @@ def _extent(series: Sequence[Series], which: int, axis: Axis, marks: Sequence[Ma
         margin = (high / low) ** 0.05
         return low / margin, high * margin
     return low - 0.04 * (high - low), high + 0.06 * (high - low)
-
-
-def _colour(series: Series) -> str:
-    return f"var(--c-{series.style.colour})"
-
-
-def _line(x1: Number, x2: Number, y1: Number, y2: Number, **attributes: object) -> Markup:
-    return element("line", x1=x1, x2=x2, y1=y1, y2=y2, **attributes)
-
-
-def _text(words: str, x: Number, y: Number, anchor: str | None = None, look: str | None = None) -> Markup:
-    return element("text", words, x=x, y=y, text_anchor=anchor, class_=look)
-
-
-def _hidden(shapes: object) -> Markup:
-    """Shapes that are not shown until all are asked for; nor in a file."""
-    return element("g", shapes, class_="more", display="none")
-
-
-def ask_for_all(series: Sequence[Series]) -> Markup:
-    """The box that shows the hidden series of a chart; "" without any."""
-    if not any(s.hidden for s in series):
-        return Markup("")
-    return element("label", element("input", type="checkbox"), f"All {len(series)} lines", class_="all")
-
-
-def legend(series: Sequence[Series]) -> Markup:
-    """Names beside a stroke in each one's colour and dash."""
-    items = [
-        element(
-            "li",
-            element("svg", _stroke_of(s, 1, 6), width=26, height=12, aria_hidden="true"),
-            s.name,
-            class_="more" if s.hidden else None,
-        )
-        for s in series
-    ]
-    return element("ul", *items, class_="legend")
-
-
-def _stroke_of(s: Series, x: Number, y: Number) -> Markup:
-    """A short stroke in a series' colour and dash, or its dot."""
-    if not s.line:
-        return element("circle", cx=x + 12, cy=y, r=4, fill=_colour(s))
-    return _line(x, x + 24, y, y, stroke=_colour(s), stroke_width=s.style.width, stroke_dasharray=s.style.dash)
 
 
 def _draw(
@@ -266,40 +182,40 @@ def _draw(
     shapes: list[Markup] = []
     for tick, word in y_ticks:
         at = to_y(tick)
-        shapes += [_line(left, right, at, at, class_="grid"), _text(word, left - beside, at + 4, "end")]
+        shapes += [line_shape(left, right, at, at, class_="grid"), text_shape(word, left - beside, at + 4, "end")]
     ticks = [(to_x(tick), _tick_text(x, tick)) for tick in _ticks(x, xs, 6 if size == "wide" else 4)]
     last, end = -math.inf, math.inf if not ticks else ticks[-1][0] - 3.5 * len(ticks[-1][1])
     for n, (at, word) in enumerate(ticks):
-        shapes.append(_line(at, at, bottom, bottom + 4, class_="axis"))
+        shapes.append(line_shape(at, at, bottom, bottom + 4, class_="axis"))
         width = 7 * len(word)
         # A label that would touch its neighbour is left out; the last one, the longest sequence, never is.
         if n == len(ticks) - 1 or (at - width / 2 > last and at + width / 2 + 4 < end):
             middle = min(max(at, width / 2), frame.width - width / 2)
-            shapes.append(_text(word, middle, bottom + (15 if small else 18), "middle"))
+            shapes.append(text_shape(word, middle, bottom + (15 if small else 18), "middle"))
             last = at + width / 2 + 4
-    shapes.append(_line(left, right, bottom, bottom, class_="axis"))
+    shapes.append(line_shape(left, right, bottom, bottom, class_="axis"))
     if not small:
-        shapes.append(_text(x.label, (left + right) / 2, frame.height - 8, "middle", "name"))
-        shapes.append(_text(y.label, 4, 13, look="name"))
+        shapes.append(text_shape(x.label, (left + right) / 2, frame.height - 8, "middle", "name"))
+        shapes.append(text_shape(y.label, 4, 13, look="name"))
     for place, label in marks:
         at = to_x(place)
         after = at < (left + right) / 2
-        shapes.append(_line(at, at, top, bottom, class_="mark"))
+        shapes.append(line_shape(at, at, top, bottom, class_="mark"))
         if not small:
-            shapes.append(_text(label, at + (5 if after else -5), top + 11, "start" if after else "end", "marked"))
+            shapes.append(text_shape(label, at + (5 if after else -5), top + 11, "start" if after else "end", "marked"))
     banded = [s for s in series if s.line and s.intervals and not s.bars]
     for s in banded:  # behind all lines, and paler where many would lie on each other
         bands = _bands(s, to_x, to_y, 0.18 if len(banded) <= 3 else 0.07)
-        shapes += [_hidden(list(bands))] if s.hidden else bands
+        shapes += [hidden(list(bands))] if s.hidden else bands
     for s in sorted(series, key=lambda one: not one.faint):
         aside = _aside(s, barred) if s.bars else 0.0
         stroke = _stroke(s, to_x, to_y, aside)
-        shapes.append(_hidden(stroke) if s.hidden else stroke)
+        shapes.append(hidden(stroke) if s.hidden else stroke)
     if size == "wide":
         lines = [s for s in series if s.line and not s.faint]
         first = _end_labels(frame, [s for s in lines if not s.hidden], to_x, to_y, right)
         if any(s.hidden for s in lines):
-            first = [element("g", first, class_="few"), _hidden(_end_labels(frame, lines, to_x, to_y, right))]
+            first = [element("g", first, class_="few"), hidden(_end_labels(frame, lines, to_x, to_y, right))]
         shapes += first
     named = sorted((s for s in series if not s.faint), key=lambda s: s.hidden)
     labelled = size == "wide" and all(s.line for s in named) and _names_fit(named, frame)  # at the ends of lines
@@ -352,7 +268,7 @@ def _bands(
         known = [(to_x(a), to_y(pair[0]), to_y(pair[1])) for a, _, pair in points[start:end] if pair]
         around = [(at, low) for at, low, _ in known] + [(at, high) for at, _, high in reversed(known)]
         if around:
-            yield element("path", d=f"{_path(around)}Z", fill=_colour(series), class_="band", opacity=opacity)
+            yield element("path", d=f"{_path(around)}Z", fill=colour_of(series), class_="band", opacity=opacity)
 
 
 def _stroke(
@@ -367,13 +283,13 @@ def _stroke(
     bars = [(at, pair) for (at, _), pair in zip(pixels, ends, strict=True) if pair]
     if series.bars or not series.line:
         look = {"stroke_width": 1.2, "opacity": 0.6} if series.line else {"stroke_width": 1.6}
-        shapes += [_line(at + aside, at + aside, *pair, stroke=_colour(series), **look) for at, pair in bars]
+        shapes += [line_shape(at + aside, at + aside, *pair, stroke=colour_of(series), **look) for at, pair in bars]
     if series.line and len(pixels) > 1:
         line = element(
             "path",
             element("title", series.name),
             d="".join(_path([pixels[n] for n in piece]) for piece in pieces),
-            stroke=_colour(series),
+            stroke=colour_of(series),
             fill="none",
             stroke_width=1.0 if series.faint else series.style.width,
             stroke_dasharray=series.style.dash,
@@ -384,7 +300,7 @@ def _stroke(
         shapes.append(line)
     alone = [pixels[piece[0]] for piece in pieces if len(piece) == 1]  # a point without neighbours is no line
     dots = pixels if series.markers or not series.line else alone
-    shapes += [element("circle", cx=a, cy=b, r=3.0, fill=_colour(series)) for a, b in dots]
+    shapes += [element("circle", cx=a, cy=b, r=3.0, fill=colour_of(series)) for a, b in dots]
     return element("g", *shapes)
 
 
@@ -436,6 +352,6 @@ def _end_labels(
         end = to_x(s.points[-1][0]) + 3
         if end > right - 24:
             stroke = f"M{end:.1f} {at:.1f}L{right + 11} {place:.1f}"
-            labels.append(element("path", d=stroke, stroke=_colour(s), fill="none"))
-        labels.append(element("text", name, x=right + 14, y=place + 4, class_="end", style=f"fill:{_colour(s)}"))
+            labels.append(element("path", d=stroke, stroke=colour_of(s), fill="none"))
+        labels.append(element("text", name, x=right + 14, y=place + 4, class_="end", style=f"fill:{colour_of(s)}"))
     return labels

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from pe_lab.analysis.comparison import encoding_text
 from pe_lab.analysis.groups import Spread, curve_over_seeds
 from pe_lab.analysis.runs import Phase, Run
-from pe_lab.page.charts import Axis, Series, line_chart
+from pe_lab.page.chart_parts import Axis, Series
+from pe_lab.page.charts import line_chart
 from pe_lab.page.markup import Markup
 from pe_lab.page.ticks import Point, decimate, smooth
 from pe_lab.page.variants import INK, STYLES, Style

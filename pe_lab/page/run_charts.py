@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pe_lab.analysis.comparison import encoding_text
 from pe_lab.analysis.runs import Run
 from pe_lab.errors import UserError
-from pe_lab.page.charts import Axis, Series, file_parts, legend, line_chart
+from pe_lab.page.chart_parts import Axis, Series, file_parts, legend
+from pe_lab.page.charts import line_chart
 from pe_lab.page.loss_charts import EVENTS
 from pe_lab.page.markup import Markup, element
 from pe_lab.page.tables import plain_table

@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 
 from pe_lab.analysis.runs import Run
 from pe_lab.analysis.scores import Bucket
-from pe_lab.page.charts import Axis, Point, Series, line_chart
+from pe_lab.page.chart_parts import Axis, Series
+from pe_lab.page.charts import line_chart
 from pe_lab.page.markup import Markup
 from pe_lab.page.suites import SCORED, suite_title, task_name
+from pe_lab.page.ticks import Point
 from pe_lab.page.variants import INK, Style
 from pe_lab.results.formatting import count, listing, percent, times
 from pe_lab.results.intervals import exp

@@ -9,7 +9,8 @@ from dataclasses import replace
 import numpy as np
 
 from pe_lab.analysis.figures import Line, LineCharts
-from pe_lab.page.charts import MOST, Axis, Series, ask_for_all, legend, line_chart
+from pe_lab.page.chart_parts import MOST, Axis, Series, ask_for_all, legend
+from pe_lab.page.charts import line_chart
 from pe_lab.page.markup import Markup, element
 from pe_lab.page.study_axes import (
     axis_limits,

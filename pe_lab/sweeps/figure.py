@@ -9,7 +9,7 @@ import numpy as np
 
 from pe_lab.analysis.groups import Spread, curve_over_seeds
 from pe_lab.analysis.runs import Run
-from pe_lab.page.charts import MOST
+from pe_lab.page.chart_parts import MOST
 from pe_lab.page.figure_style import OKABE_ITO, look, render
 from pe_lab.page.loss_charts import offsets
 from pe_lab.results.formatting import count, shortened
