@@ -47,7 +47,7 @@ def encoding(method: str) -> Any:
         "alibi": Alibi(),
         "p_rope_75": Rope(base=BASE, fraction=0.75),
         "p_rope_25": Rope(base=BASE, fraction=0.25),
-        # 4 of 32 channels: a tenth would be one pair
+        # 4 of 32 channels, which are 2 pairs: a tenth would be one. The paper's tenth is 3, 6 or 13 pairs.
         "partial_rope_10": PartialRope(base=BASE, fraction=0.125),
         "rnope_swa": rnope_swa(WINDOW, base=BASE),
         "swan": swan(WINDOW, LENGTH, base=BASE),

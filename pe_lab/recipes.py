@@ -42,12 +42,12 @@ def load_config(
         has another type or is out of bounds.
     """
     name, arg = split_reference(reference)
-    with _explained(name):
+    with explained(name):
         module = load_module(_find_recipe(Path(name)))
     get_config = getattr(module, "get_config", None)
     if not callable(get_config):
         raise ConfigError(f"--config: '{name}' defines no get_config(arg).")
-    with _explained(name):
+    with explained(name):
         tree = _plain(get_config(arg))
     if not isinstance(tree, dict):
         raise ConfigError(f"--config: get_config of '{name}' returns {tree!r}; it must return a ConfigDict.")
@@ -68,25 +68,29 @@ def split_reference(reference: str) -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def _explained(name: str) -> Iterator[None]:
-    """Makes whatever the code of a recipe raises a `ConfigError` with the line of the recipe that raised it."""
+def explained(name: str, option: str = "--config") -> Iterator[None]:
+    """Makes whatever the code of a recipe or a study raises a `ConfigError` with the line that raised it.
+
+    `name` is its file as the user gave it by `option`.
+    """
     try:
         yield
     except ValueError as error:  # a recipe refuses its argument; `ConfigError` is one
-        raise ConfigError(f"--config: '{name}': {error}") from None
+        raise ConfigError(f"{option}: '{name}': {error}") from None
     except (Exception, SystemExit) as error:
         if isinstance(error, AttributeError) and "'dict' object" in str(error):
             raise ConfigError(
-                f"--config: '{name}' sets an attribute of a dict ({error}). Make phases with "
+                f"{option}: '{name}' sets an attribute of a dict ({error}). Make phases with "
                 "pe_lab.recipes.phase(...), or write config.phases[0]['steps'] = ..."
             ) from error
         directory = str(Path(name).parent.resolve())
         frames = traceback.extract_tb(error.__traceback__)
         at = next((frame for frame in reversed(frames) if frame.filename.startswith(directory)), None)
-        where = f"{error.filename}, line {error.lineno}: " if isinstance(error, SyntaxError) else ""
+        located = isinstance(error, SyntaxError) and error.filename is not None  # not of a binary file
+        where = f"{error.filename}, line {error.lineno}: " if located else ""
         where = where or (f"{at.filename}, line {at.lineno}: " if at else "")
         reason = error.msg if isinstance(error, SyntaxError) else " ".join(str(error).split())
-        raise ConfigError(f"--config: {where or repr(name) + ': '}{type(error).__name__}: {reason}") from error
+        raise ConfigError(f"{option}: {where or repr(name) + ': '}{type(error).__name__}: {reason}") from error
 
 
 def installed_recipes() -> Path:
@@ -116,7 +120,7 @@ def load_module(path: Path) -> types.ModuleType:
     sys.modules.setdefault(package.__name__, package)
     spec = importlib.util.spec_from_file_location(f"{package.__name__}.{path.stem}", path.resolve())
     if spec is None or spec.loader is None:
-        raise ConfigError(f"--config: '{path}' is not a Python file. Recipes are, such as configs/drope_laptop.py.")
+        raise ConfigError(f"'{path}' is not a Python file. Recipes are, such as configs/drope_laptop.py.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)

@@ -11,6 +11,7 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from pe_lab.terminal import LiveText, argument_parser, console, leave, positive, stop_while_importing, table, works_on
 
@@ -26,7 +27,8 @@ from pe_lab.results.formatting import count
 from pe_lab.studies import page
 from pe_lab.studies.figure import draw
 from pe_lab.studies.results import (
-    effect,
+    described,
+    judge_again,
     make_result,
     read_result,
     read_results,
@@ -34,7 +36,7 @@ from pe_lab.studies.results import (
     write_result,
 )
 from pe_lab.studies.running import Level, OutOfTime, collect, costs, failed, flops_left, make_levels, train, unfinished
-from pe_lab.studies.study import SIZES, Study, load_studies, study_names
+from pe_lab.studies.study import SIZES, Study, load_studies, load_study, study_names
 from pe_lab.sweeps import parse_seeds
 from pe_lab.sweeps.progress import Board, short
 from pe_lab.sweeps.runners import make_runner, split_passed_on
@@ -68,6 +70,12 @@ def parser() -> argparse.ArgumentParser:
         metavar="PAGE.md",
         help="write the table of all results in --out to a page, as docs/claims.md, and exit",
     )
+    add(
+        "--judge",
+        metavar="WHY",
+        help="judge results in --out again, of the names or all, by the rules that the studies have now, from the "
+        "numbers that the results have; WHY goes into their history",
+    )
     add("--report", metavar="PAGE.html", help="write all results in --out as one HTML page, and exit")
     return made
 
@@ -94,6 +102,8 @@ def main(argv: Sequence[str]) -> int:
         if args.names or args.all:
             raise ConfigError("--write and --report take all results that are in --out: leave the names out.")
         return _write_pages(args)
+    if args.judge is not None:
+        return _judge_again(args)
     if not args.names and not args.all:
         out.print(_listed())
         return 0
@@ -161,8 +171,9 @@ def _conclude(
     result = make_result(study, args.size, seeds, values, costs(levels), redacted(shlex.join(line)), before)
     path = write_result(result, where)
     figures = storage.write_files({where / f"{study.name}.{form}": draw(result, form) for form in ("png", "svg")})
-    rows = [[one["text"], effect(one), one["outcome"]] for one in result["criteria"]]
-    shown = table(["criterion", "difference [95% interval]", "outcome"], rows, words=1)
+    rows = [[one["text"], described(one), one["outcome"]] for one in result["criteria"]]
+    rows += [[one["text"], described(one), "met" if one["met"] else "not met"] for one in result["preconditions"]]
+    shown = table(["criterion or precondition", "difference [95% interval]", "outcome"], rows, words=1)
     return f"{shown}\n{study.name}: {result['verdict'].upper()}. {path} and {figures[0].name}"
 
 
@@ -192,11 +203,36 @@ def _listed() -> str:
     return table(["study", "paper", "verdict", "claim"], rows, words=4)
 
 
-def _write_pages(args: argparse.Namespace) -> int:
+def _judge_again(args: argparse.Namespace) -> int:
+    if not args.judge.strip():
+        raise ConfigError("--judge: say why the rules have changed; the history of each result keeps it.")
+    where, found = _results(args)
+    results = {result["study"]: result for result in found}
+    for name in args.names or results:
+        study = load_study(name)
+        if study.name not in results:
+            raise ConfigError(f"'{where}' has no result of '{study.name}'. Run the study with --out={where} first.")
+        before = results[study.name]
+        others = [one for one in results.values() if one is not before]
+        result = judge_again(study.at(before["size"]), before, others, args.judge.strip())
+        results[study.name] = result
+        write_result(result, where)
+        storage.write_file(where / f"{study.name}.png", draw(result, "png"))
+        print(f"{study.name}: {before['verdict']} -> {result['verdict']}")
+    return 0
+
+
+def _results(args: argparse.Namespace) -> tuple[Path, list[dict[str, Any]]]:
+    """The directory of --out and its results."""
     where = Path(args.out) if args.out else results_directory()
     results = read_results(where)
     if not results:
         raise ConfigError(f"'{where}' has no results. Run a study with --out={where} first.")
+    return where, results
+
+
+def _write_pages(args: argparse.Namespace) -> int:
+    where, results = _results(args)
     if args.write:
         path = Path(args.write)
         figures = os.path.relpath(where, path.parent)

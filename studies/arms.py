@@ -1,8 +1,11 @@
-"""The arms that several studies share: each is trained once for each seed, however many studies use it."""
+"""The arms and the preconditions that several studies share.
+
+An arm is trained once for each seed, however many studies use it.
+"""
 
 from __future__ import annotations
 
-from pe_lab.studies import Arm
+from pe_lab.studies import Arm, Precondition, Reference, trigram
 
 RECIPE = "configs/claims.py"
 STEPS, RECALIBRATE = 4000, 1000  # as the recipe has them
@@ -45,3 +48,32 @@ BUT_FOURTH = edited("drop_but_fourth", "--drop --layers=0-2,4-6")
 def scaled(metric: str) -> tuple[str, ...]:
     """RoPE as it was trained and under each scaling, the terms of a comparison."""
     return (f"rope: {metric}", *(f"rope: {metric} {name}" for name in SCALINGS))
+
+
+TRIGRAM = {"trigram": Reference("rope", trigram)}
+NATS, FOUND = "nats", "share of the needles"
+
+
+def near_rope(metric: str) -> Precondition:
+    """DroPE's models are trained to where positions are worth little: 23.77 against 21.72 in perplexity (Table 6)."""
+    return Precondition(
+        "NoPE from scratch is within 0.2 nats of RoPE at the training length (0.09 in DroPE)",
+        f"nope: {metric} - rope: {metric}",
+        most=0.2,
+    )
+
+
+def beats_trigram(arm: str, words: str) -> Precondition:
+    """What a table of three tokens predicts as well says nothing about positions that are further away."""
+    return Precondition(
+        f"{words} predicts prose better than a trigram table of RoPE's training tokens, in nats",
+        f"{arm}: validation prose - trigram: validation prose",
+        most=0.0,
+    )
+
+
+def finds(arm: str, words: str) -> Precondition:
+    """A model that has not learned the needles at its training length is no evidence beyond it."""
+    return Precondition(
+        f"{words} finds at least half of the needles at its training length", f"{arm}: needles 1x", least=0.5
+    )

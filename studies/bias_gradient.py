@@ -15,6 +15,8 @@ from pe_lab.studies import Criterion, Study
 
 from .arms import ROPE
 
+UNIT = "log10 of a ratio"
+
 
 def gradients(directory) -> dict[str, float]:
     """log10 of RoPE's gradient norm over NoPE's, by pattern and layer, of the run's shape under its seed."""
@@ -37,18 +39,21 @@ def gradients(directory) -> dict[str, float]:
 STUDY = Study(
     claim="At initialization the gradient of the positional bias is smaller in NoPE than in RoPE, the more so in "
     "deeper layers.",
-    paper="DroPE, Figure 4",
+    quote="As illustrated in Figure 4, the gradient magnitudes of NoPE transformers are far lower than those of RoPE "
+    "transformers, with the gap between the two growing in deeper layers.",
+    paper="DroPE, section 3 on Figure 4",
     arms=(ROPE,),
     criteria=tuple(
         criterion
         for name in PATTERNS
         for criterion in (
-            Criterion(f"{name} heads: RoPE's is larger, log10 of the ratio", f"rope: ratio {name}", by=0.1),
+            Criterion(f"{name} heads: RoPE's is larger", f"rope: ratio {name}", by=0.1, unit=UNIT),
             Criterion(
                 f"{name} heads: the ratio is larger in the last layer than in the first",
                 f"rope: ratio {name} last",
                 (f"rope: ratio {name} first",),
                 by=0.05,
+                unit=UNIT,
             ),
         )
     ),

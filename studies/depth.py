@@ -2,7 +2,7 @@
 
 from pe_lab.studies import Criterion, Study, losses, scores, together
 
-from .arms import DROPE, ROPE, child, trained
+from .arms import DROPE, NATS, ROPE, TRIGRAM, beats_trigram, child, trained
 
 LOSS = "validation prose"
 DEPTHS = (2, 4, 16)  # and 8, the other studies' model
@@ -18,18 +18,21 @@ def gap(layers: int) -> str:
 
 STUDY = Study(
     claim="The deeper the model, the less its loss grows at the training length by dropping and recalibrating.",
-    paper="none; DroPE's models have 24 and 32 layers",
+    paper="ours: DroPE's models have 24 and 32 layers",
     arms=tuple(arm for d in ORDER for arm in (ROPES[d], DROPES[d])),
     criteria=tuple(
         Criterion(
-            f"the gap of {deeper} layers is below that of {d}, in nats",
+            f"the gap of {deeper} layers is below that of {d}",
             gap(deeper),
             (gap(d),),
             lower=True,
             by=0.01,
+            unit=NATS,
         )
         for d, deeper in zip(ORDER, ORDER[1:], strict=False)
     ),
+    preconditions=tuple(beats_trigram(DROPES[d].name, f"the dropped model of {d} layers") for d in reversed(ORDER)),
+    references=TRIGRAM,
     evaluation=("--lengths=4x",),
     measure=together(scores, losses),
     curves={
@@ -37,8 +40,8 @@ STUDY = Study(
         "text at 4x, dropped minus YaRN, nats": {
             f"{d} layers": f"{DROPES[d].name}: text 4x - {ROPES[d].name}: text 4x YaRN" for d in ORDER
         },
-        "needles at 4x, dropped, with the paper's scale, minus YaRN": {
-            f"{d} layers": f"{DROPES[d].name}: needles 4x paper beta - {ROPES[d].name}: needles 4x YaRN" for d in ORDER
+        "needles at 4x, dropped minus YaRN": {
+            f"{d} layers": f"{DROPES[d].name}: needles 4x - {ROPES[d].name}: needles 4x YaRN" for d in ORDER
         },
     },
 )

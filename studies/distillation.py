@@ -2,7 +2,7 @@
 
 from pe_lab.studies import Criterion, Study, losses, scores, together
 
-from .arms import DROPE, RECALIBRATE, ROPE, child
+from .arms import DROPE, FOUND, NATS, RECALIBRATE, ROPE, child
 
 LOSS = "validation prose"
 STEPS = RECALIBRATE * 3 // 4  # a step with a teacher costs 4/3 of one without
@@ -20,24 +20,31 @@ ARMS = {
 STUDY = Study(
     claim="At equal FLOPs, the teacher's counted, a dropped model recovers further when the model before the drop "
     "teaches it than by cross-entropy alone.",
-    paper="none",
+    paper="ours",
     arms=(ROPE, DROPE, *ARMS.values()),
     criteria=(
         Criterion(
-            "logits: lower loss on prose, in nats", f"distil_logits: {LOSS}", (f"drope: {LOSS}",), lower=True, by=0.005
+            "logits: lower loss on prose",
+            f"distil_logits: {LOSS}",
+            (f"drope: {LOSS}",),
+            lower=True,
+            by=0.005,
+            unit=NATS,
         ),
         Criterion(
-            "logits and hidden states: lower loss on prose, in nats",
+            "logits and hidden states: lower loss on prose",
             f"distil_hidden: {LOSS}",
             (f"drope: {LOSS}",),
             lower=True,
             by=0.005,
+            unit=NATS,
         ),
         Criterion(
             "logits and hidden states: as many needles at 4x",
-            "distil_hidden: needles 4x paper beta",
-            ("drope: needles 4x paper beta",),
+            "distil_hidden: needles 4x",
+            ("drope: needles 4x",),
             tolerance=0.05,
+            unit=FOUND,
         ),
     ),
     measure=together(scores, losses),

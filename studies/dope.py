@@ -12,9 +12,9 @@ from pe_lab.analysis.sequences import Sequences, data_of, prompts, symbol_window
 from pe_lab.evaluation.tasks.suites import open_tasks
 from pe_lab.evaluation.variants import Subject
 from pe_lab.positional import NTK, dope_by_all
-from pe_lab.studies import Criterion, Study
+from pe_lab.studies import Criterion, Precondition, Reference, Study, shape
 
-from .arms import ROPE
+from .arms import FOUND, ROPE
 
 FACTOR, HEADS, WINDOWS = 4, 3, 32
 HAYSTACK = "essays"
@@ -78,9 +78,12 @@ def denoised(directory) -> dict[str, float]:
 SELECTIONS = [f"{indicator} {rank} {order}" for indicator in INDICATORS for rank in RANKS for order in ORDERS]
 
 STUDY = Study(
-    claim="Beyond the training length, taking the encoding of heads that are chosen by their truncated matrix entropy "
-    "improves retrieval under NTK, in either order.",
-    paper="DoPE, Table 1",
+    claim="Beyond the training length, taking the encoding of heads that are chosen by their matrix entropy finds more "
+    "needles under NTK: of high entropy by the truncated one, and of low entropy by the whole.",
+    quote="For the truncated variant, we sort values in descending order and prune the low-entropy heads; for the "
+    "matrix entropy, we sort in ascending order and prune the high-entropy heads. Both strategies perform well, but "
+    "truncated matrix entropy typically achieves better results.",
+    paper="DoPE, section 5.2 on Table 1, whose caption has the orders the other way",
     arms=(ROPE,),
     criteria=tuple(
         Criterion(
@@ -88,9 +91,18 @@ STUDY = Study(
             f"rope: needles {name}",
             ("rope: needles NTK",),
             by=0.02,
+            unit=FOUND,
         )
-        for name in ("key 8 ascending", "key 8 descending")
+        for name in ("key 8 descending", "key full ascending")
     ),
+    preconditions=(
+        Precondition(
+            f"there are at least {32 * HEADS} heads, of which {HEADS} are one in 32 (DoPE takes 1 to 32 of 1,024)",
+            "shape: heads",
+            least=32 * HEADS,
+        ),
+    ),
+    references={"shape": Reference("rope", shape)},
     evaluation=None,
     recipes={"rope": "configs/table1.py:method=rope"},
     measure=denoised,

@@ -2,23 +2,24 @@
 
 from pe_lab.studies import Criterion, Study, losses, scores, together
 
-from .arms import BUT_FOURTH, CHEAPEST_HALF, FOR_A_TENTH, LENGTHS, ROPE_LONGER
+from .arms import BUT_FOURTH, CHEAPEST_HALF, FOR_A_TENTH, FOUND, LENGTHS, NATS, ROPE_LONGER
 
 ARMS = {"for 0.1 nats": FOR_A_TENTH, "the cheapest half": CHEAPEST_HALF, "all but every fourth": BUT_FOURTH}
 
 STUDY = Study(
     claim="A model whose cheapest layers are dropped, and whose others YaRN rescales, is better beyond the training "
     "length than YaRN on all layers, after the same number of tokens.",
-    paper="none; SmolLM3 has no encoding on every fourth layer, and YaRN on the others",
+    paper="ours: SmolLM3 has no encoding on every fourth layer, and YaRN on the others",
     arms=(ROPE_LONGER, *ARMS.values()),
     criteria=(
         *(
             Criterion(
-                f"text at {x}x: layers dropped for 0.1 nats, the others under YaRN, in nats",
+                f"text at {x}x: layers dropped for 0.1 nats, the others under YaRN",
                 f"drop_for_0.1: text {x}x YaRN",
                 (f"rope_longer: text {x}x YaRN",),
                 lower=True,
                 by=0.01,
+                unit=NATS,
             )
             for x in LENGTHS
         ),
@@ -28,6 +29,7 @@ STUDY = Study(
                 f"drop_for_0.1: needles {x}x YaRN",
                 (f"rope_longer: needles {x}x YaRN",),
                 tolerance=0.05,
+                unit=FOUND,
             )
             for x in LENGTHS
         ),

@@ -1,24 +1,50 @@
 """DroPE's main claim, on its own measure."""
 
-from pe_lab.studies import Criterion, Study
+from pe_lab.studies import Criterion, Precondition, Study, losses, scores, together
 
-from .arms import DROPE, LENGTHS, ROPE, scaled
+from .arms import DROPE, FOUND, LENGTHS, NOPE, ROPE, TRIGRAM, beats_trigram, finds, near_rope, scaled
+
+BY = 0.02
 
 STUDY = Study(
     claim="A model that is dropped and recalibrated finds more needles beyond its training length than the same model "
-    "with RoPE under PI, NTK, YaRN or a cropped context.",
-    paper="DroPE, Tables 1 and 10",
-    arms=(ROPE, DROPE),
+    "with RoPE under PI, NTK, YaRN or a cropped context; no model has a logit scale.",
+    quote="Our DroPE model substantially outperforms all baselines in each setting. While RoPE-NTK and YaRN also yield "
+    "improvements to the original RoPE transformer, they consistently trail DroPE, as most evident on the multi-key "
+    "task.",
+    paper="DroPE, section 5.1 on Table 1, at 2x; at 4x and 8x Table 10",
+    arms=(ROPE, DROPE, NOPE),
     criteria=tuple(
         Criterion(
-            f"needles at {x}x: dropped, with the paper's logit scale, above the best alternative",
-            of=f"drope: needles {x}x paper beta",
+            f"needles at {x}x: dropped above every alternative",
+            of=f"drope: needles {x}x",
             over=scaled(f"needles {x}x"),
-            by=0.02,
+            by=BY,
+            unit=FOUND,
         )
         for x in LENGTHS
     ),
-    recipes={"rope": "configs/table1.py:method=rope", "drope": "configs/table1.py:method=drope"},
+    preconditions=(
+        *(
+            Precondition(
+                f"YaRN leaves a gain of {BY} to be found at {x}x: it finds at most {1 - BY}",
+                f"rope: needles {x}x YaRN",
+                most=1 - BY,
+            )
+            for x in LENGTHS
+        ),
+        finds("rope", "RoPE"),
+        finds("drope", "the dropped model"),
+        near_rope("text 1x"),
+        beats_trigram("nope", "NoPE"),
+    ),
+    references=TRIGRAM,
+    measure=together(scores, losses),
+    recipes={
+        "rope": "configs/table1.py:method=rope",
+        "drope": "configs/table1.py:method=drope",
+        "nope": "configs/table1.py:method=nope",
+    },
     curves={
         "needles found, by length": {
             "RoPE": "rope: needles {x}x",
@@ -27,7 +53,10 @@ STUDY = Study(
             "YaRN": "rope: needles {x}x YaRN",
             "cropped": "rope: needles {x}x cropped",
             "dropped": "drope: needles {x}x",
-            "dropped, paper's scale": "drope: needles {x}x paper beta",
+            "dropped, scale fitted": "drope: needles {x}x beta",
         }
     },
+    tried="All models are trained on needles, as DroPE's are not. The paper scales the logits of dropped models alone; "
+    "by its procedure, fitted on other text, the dropped model finds 100, 99.9 and 91.5% here, without a scale 100, "
+    "98.6 and 88.7%. The first rule gave it DroPE's constant for another model, 0.412.",
 )

@@ -1,25 +1,41 @@
-"""DroPE's claim on the measure that the paper does not report beyond the training length."""
+"""What a drop does to text beyond the training length, which DroPE does not report of a dropped model."""
 
-from pe_lab.studies import Criterion, Study
+from pe_lab.studies import Criterion, Precondition, Study, losses, scores, together
 
-from .arms import DROPE, LENGTHS, ROPE, scaled
+from .arms import DROPE, LENGTHS, NATS, NOPE, ROPE, TRIGRAM, beats_trigram, near_rope, scaled
 
 STUDY = Study(
     claim="A model that is dropped and recalibrated predicts text beyond its training length better than the same "
     "model with RoPE under PI, NTK, YaRN or a cropped context.",
-    paper="DroPE, Tables 1 and 10, on perplexity, which they leave out",
-    arms=(ROPE, DROPE),
+    paper="ours: DroPE's Figure 5 has that YaRN and cropping keep their perplexity, and no claim that a drop lowers it",
+    arms=(ROPE, DROPE, NOPE),
     criteria=tuple(
         Criterion(
-            f"text at {x}x: dropped below the best alternative, in nats",
+            f"text at {x}x: dropped below every alternative",
             of=f"drope: text {x}x",
             over=scaled(f"text {x}x"),
             lower=True,
             by=0.01,
+            unit=NATS,
         )
         for x in LENGTHS
     ),
-    recipes={"rope": "configs/table1.py:method=rope", "drope": "configs/table1.py:method=drope"},
+    preconditions=(
+        Precondition(
+            "the dropped model is recalibrated: within 0.1 nats of RoPE at the training length",
+            "drope: text 1x - rope: text 1x",
+            most=0.1,
+        ),
+        near_rope("text 1x"),
+        beats_trigram("nope", "NoPE"),
+    ),
+    references=TRIGRAM,
+    measure=together(scores, losses),
+    recipes={
+        "rope": "configs/table1.py:method=rope",
+        "drope": "configs/table1.py:method=drope",
+        "nope": "configs/table1.py:method=nope",
+    },
     curves={
         "text loss in nats, by length": {
             "RoPE": "rope: text {x}x",
@@ -28,7 +44,6 @@ STUDY = Study(
             "YaRN": "rope: text {x}x YaRN",
             "cropped": "rope: text {x}x cropped",
             "dropped": "drope: text {x}x",
-            "dropped, fitted scale": "drope: text {x}x beta",
         }
     },
 )

@@ -9,9 +9,9 @@ from pe_lab.analysis.losses import Streams
 from pe_lab.analysis.sequences import text_windows
 from pe_lab.evaluation.variants import Subject
 from pe_lab.positional import dope_by_parts
-from pe_lab.studies import Criterion, Study
+from pe_lab.studies import Criterion, Study, losses, together
 
-from .arms import ROPE
+from .arms import NATS, ROPE, TRIGRAM, beats_trigram
 
 WINDOWS, FACTOR = 16, 4
 
@@ -39,16 +39,19 @@ def bands(directory) -> dict[str, float]:
         at = text_windows(None, subject, factor * lm.training_length, WINDOWS)
         for name, fraction in (("all", 1.0), ("without slow", 0.75)):
             rotated = lm.with_positional(f"rope:base={base:g},fraction={fraction}")
-            losses = Streams(rotated, at.tokens).losses(at.targets)
-            beyond = losses[:, lm.training_length :] if factor > 1 else losses
+            each = Streams(rotated, at.tokens).losses(at.targets)
+            beyond = each[:, lm.training_length :] if factor > 1 else each
             found[f"text {factor}x {name}"] = float(beyond.mean())
     return found
 
 
 STUDY = Study(
-    claim="Fast rotations make positional heads, slow ones carry meaning in large norms; and slow rotations drift "
-    "beyond the training length: a model is better there without them.",
-    paper="p-RoPE, sections 4 to 6",
+    claim="Fast rotations make positional heads, and queries and keys have larger norms in slow pairs. Ours, where the "
+    "paper expects it of training without them: beyond the training length a model is better without slow rotations.",
+    quote="We find that Gemma learns to use RoPE to construct robust ‘positional’ attention patterns by exploiting the "
+    "highest frequencies. We also find that, in general, Gemma greatly prefers to use the lowest frequencies of RoPE, "
+    "which we suspect are used to carry semantic information.",
+    paper="p-RoPE, abstract, on sections 4 to 6",
     arms=(ROPE,),
     criteria=(
         Criterion(
@@ -56,24 +59,29 @@ STUDY = Study(
             "rope: previous-token bias without slow",
             ("rope: previous-token bias without fast",),
             by=0.05,
+            unit="positional bias",
         ),
         Criterion(
-            "norms of queries and keys are larger in the slowest quarter than in the fastest, log10",
+            "norms of queries and keys are larger in the slowest quarter than in the fastest",
             "rope: norm slow",
             ("rope: norm fast",),
             by=0.05,
+            unit="log10 of the norms' product",
         ),
         Criterion(
-            "text beyond the training length, to 4x: lower loss without the rotation of the slowest quarter, in nats",
+            "text beyond the training length, to 4x: lower loss without the rotation of the slowest quarter",
             f"rope: text {FACTOR}x without slow",
             (f"rope: text {FACTOR}x all",),
             lower=True,
             by=0.02,
+            unit=NATS,
         ),
     ),
+    preconditions=(beats_trigram("rope", "RoPE"),),
+    references=TRIGRAM,
     evaluation=None,
     recipes={"rope": "configs/p_rope.py:encoding=rope"},
-    measure=bands,
+    measure=together(bands, losses),
     curves={
         "previous-token bias of the most previous-token head": {
             "all pairs": "rope: previous-token bias",

@@ -2,7 +2,7 @@
 
 from pe_lab.studies import Criterion, Study, losses, scores, together
 
-from .arms import DROPE, ROPE, child
+from .arms import DROPE, NATS, ROPE, child
 
 LOSS = "validation prose"
 WAYS = ("scale", "pairs", "layers")
@@ -11,11 +11,16 @@ ARMS = {way: child(f"gradual_{way}", ROPE, f"method=nope,qk_norm=head,path='unti
 STUDY = Study(
     claim="At equal tokens, a gradual drop (frequencies shrink, pairs go one after another, or layers do) recovers "
     "further than a sudden one.",
-    paper="none",
+    paper="ours",
     arms=(ROPE, DROPE, *ARMS.values()),
     criteria=tuple(
         Criterion(
-            f"{way}: lower loss on prose, in nats", f"gradual_{way}: {LOSS}", (f"drope: {LOSS}",), lower=True, by=0.005
+            f"{way}: lower loss on prose",
+            f"gradual_{way}: {LOSS}",
+            (f"drope: {LOSS}",),
+            lower=True,
+            by=0.005,
+            unit=NATS,
         )
         for way in WAYS
     ),
@@ -25,9 +30,9 @@ STUDY = Study(
             "sudden": f"drope: {LOSS}",
             **{way: f"gradual_{way}: {LOSS}" for way in WAYS},
         },
-        "needles found, by length, paper's scale": {
-            "sudden": "drope: needles {x}x paper beta",
-            **{way: f"gradual_{way}: needles {{x}}x paper beta" for way in WAYS},
+        "needles found, by length, each with its fitted scale": {
+            "sudden": "drope: needles {x}x beta",
+            **{way: f"gradual_{way}: needles {{x}}x beta" for way in WAYS},
         },
     },
 )

@@ -2,7 +2,7 @@
 
 from pe_lab.studies import Arm, Criterion, Study, losses, scores, together
 
-from .arms import DROPE, LENGTHS, RECALIBRATE, RECIPE, ROPE, child
+from .arms import DROPE, FOUND, LENGTHS, NATS, RECALIBRATE, RECIPE, ROPE, child
 
 LOSS = "validation prose"
 HALF, QUARTER = RECALIBRATE // 2, RECALIBRATE // 4
@@ -16,16 +16,17 @@ DROPPED = Arm(
 STUDY = Study(
     claim="Heads whose gates close under a price of 0.01 nats each can lose their encoding: at equal tokens the model "
     "predicts text better within its training length than one that is dropped whole, and finds as many needles.",
-    paper="none",
+    paper="ours",
     arms=(ROPE, DROPE, DROPPED),
     criteria=(
-        Criterion("lower loss on prose, in nats", f"drop_closed: {LOSS}", (f"drope: {LOSS}",), lower=True, by=0.01),
+        Criterion("lower loss on prose", f"drop_closed: {LOSS}", (f"drope: {LOSS}",), lower=True, by=0.01, unit=NATS),
         *(
             Criterion(
-                f"needles at {x}x: as many as all dropped, with the paper's logit scale",
+                f"needles at {x}x: as many as all dropped",
                 f"drop_closed: needles {x}x",
-                (f"drope: needles {x}x paper beta",),
+                (f"drope: needles {x}x",),
                 tolerance=0.05,
+                unit=FOUND,
             )
             for x in LENGTHS
         ),
@@ -38,7 +39,7 @@ STUDY = Study(
             "RoPE + YaRN": "rope: text {x}x YaRN",
         },
         "needles found, by length": {
-            "all dropped, paper's scale": "drope: needles {x}x paper beta",
+            "all dropped": "drope: needles {x}x",
             "closed heads dropped": "drop_closed: needles {x}x",
             "RoPE + YaRN": "rope: needles {x}x YaRN",
         },

@@ -1,8 +1,8 @@
 """QK-norm and the learning rate of recalibration."""
 
-from pe_lab.studies import Arm, Criterion, Study, losses
+from pe_lab.studies import Arm, Criterion, Precondition, Study, losses
 
-from .arms import DROPE, ROPE, child
+from .arms import DROPE, NATS, ROPE, child
 
 LOSS = "validation prose"
 RATES = {"low": "3e-4", "mid": "3e-3", "high": "3e-2"}  # the paper's are 3e-5, 3e-4 and 1e-3, of a larger model
@@ -22,7 +22,10 @@ WITHOUT = {rate: arm(rate, "none") for rate in RATES}
 STUDY = Study(
     claim="QK-norm lets recalibration use a high learning rate, at which a model without it becomes unstable, and so "
     "reaches the best loss.",
-    paper="DroPE, Table 11",
+    quote="At the highest learning rate, the model without QKNorm becomes unstable (loss spikes, gradient explosions), "
+    "leading to poor convergence (final loss 6.334). In contrast, adding QKNorm stabilizes training and allows us to "
+    "leverage the higher learning rate to achieve the best overall performance (final loss 2.496).",
+    paper="DroPE, appendix D.3 on Table 11",
     arms=(*WITH.values(), *WITHOUT.values()),
     criteria=(
         Criterion(
@@ -31,6 +34,7 @@ STUDY = Study(
             (f"{WITHOUT['high'].name}: {LOSS}",),
             lower=True,
             by=0.02,
+            unit=NATS,
         ),
         Criterion(
             "with QK-norm, the high rate is the best",
@@ -38,6 +42,7 @@ STUDY = Study(
             tuple(f"{WITH[rate].name}: {LOSS}" for rate in ("low", "mid")),
             lower=True,
             by=0.005,
+            unit=NATS,
         ),
         Criterion(
             "it is better than the best without QK-norm",
@@ -45,6 +50,14 @@ STUDY = Study(
             tuple(f"{arm.name}: {LOSS}" for arm in WITHOUT.values()),
             lower=True,
             by=0.005,
+            unit=NATS,
+        ),
+    ),
+    preconditions=(
+        Precondition(
+            "without QK-norm the high rate is unstable: it ends at least 1 nat above the middle one (3.80 in DroPE)",
+            f"{WITHOUT['high'].name}: {LOSS} - {WITHOUT['mid'].name}: {LOSS}",
+            least=1.0,
         ),
     ),
     evaluation=None,

@@ -2,7 +2,7 @@
 
 from pe_lab.studies import Criterion, Study, losses
 
-from .arms import DROPE, NOPE, RECALIBRATE, ROPE, STEPS, child
+from .arms import DROPE, NATS, NOPE, RECALIBRATE, ROPE, STEPS, TRIGRAM, beats_trigram, child, near_rope
 
 LOSS = "validation prose"
 PAPER_STEPS = 16_000  # of the pretraining, at the paper's size
@@ -13,8 +13,11 @@ BY_STEPS = {
 
 STUDY = Study(
     claim="After a drop, a small share of the pretraining's tokens brings the loss at the training length back to "
-    "that of the model with RoPE.",
-    paper="DroPE, Figure 10 and Table 5, whose measure is multiple choice",
+    "that of the model with RoPE, and below that of NoPE from scratch.",
+    quote="Positional embeddings can be removed after pretraining, allowing LMs to generalize zero-shot to unseen "
+    "sequence lengths without compromising their in-context performance after short recalibration on a fraction of the "
+    "training tokens at the original context size.",
+    paper="DroPE, Observation 3; for NoPE, Figure 2",
     arms=(ROPE, *BY_STEPS.values(), NOPE),
     criteria=(
         Criterion(
@@ -23,9 +26,14 @@ STUDY = Study(
             (f"rope: {LOSS}",),
             lower=True,
             tolerance=0.05,
+            unit=NATS,
         ),
-        Criterion("and below that of NoPE from scratch", f"drope: {LOSS}", (f"nope: {LOSS}",), lower=True, by=0.01),
+        Criterion(
+            "and below that of NoPE from scratch", f"drope: {LOSS}", (f"nope: {LOSS}",), lower=True, by=0.01, unit=NATS
+        ),
     ),
+    preconditions=(near_rope(LOSS), beats_trigram("nope", "NoPE")),
+    references=TRIGRAM,
     evaluation=None,
     measure=losses,
     recipes={

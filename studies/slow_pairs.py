@@ -9,7 +9,7 @@ from pe_lab.evaluation.tasks.beta import fit_beta
 from pe_lab.evaluation.variants import Subject, layers_under
 from pe_lab.studies import Criterion, Study
 
-from .arms import DROPE, LENGTHS, ROPE_LONGER, SLOW_HALF
+from .arms import DROPE, FOUND, LENGTHS, NATS, ROPE_LONGER, SLOW_HALF
 
 TOKENS, FIT_TOKENS, WINDOWS = 32768, 8192, 32
 METHODS = ("as trained", "YaRN")
@@ -53,16 +53,17 @@ STUDY = Study(
     claim="A model that has lost the slow half of its pairs after pretraining, and rescales none, is better on text "
     "beyond the training length than YaRN on all pairs, after the same number of tokens, and finds as many needles. "
     "Both have the logit scale that fits other text best.",
-    paper="none; p-RoPE drops the slow pairs before pretraining",
+    paper="ours: p-RoPE drops the slow pairs before pretraining",
     arms=(ROPE_LONGER, SLOW_HALF, DROPE),
     criteria=(
         *(
             Criterion(
-                f"text at {x}x: lower loss than under YaRN, in nats",
+                f"text at {x}x: lower loss than under YaRN",
                 f"p_rope_after: text {x}x as trained, fitted",
                 (f"rope_longer: text {x}x YaRN, fitted",),
                 lower=True,
                 by=0.01,
+                unit=NATS,
             )
             for x in LENGTHS
         ),
@@ -72,6 +73,7 @@ STUDY = Study(
                 f"p_rope_after: needles {x}x as trained, fitted",
                 (f"rope_longer: needles {x}x YaRN, fitted",),
                 tolerance=0.05,
+                unit=FOUND,
             )
             for x in LENGTHS
         ),

@@ -2,7 +2,7 @@
 
 from pe_lab.studies import Criterion, Study, losses, scores, together
 
-from .arms import BUT_FOURTH, CHEAPEST_HALF, DROPE, FOR_A_TENTH, LENGTHS, ROPE, SLOW_HALF
+from .arms import BUT_FOURTH, CHEAPEST_HALF, DROPE, FOR_A_TENTH, FOUND, LENGTHS, NATS, ROPE, SLOW_HALF
 
 LOSS = "validation prose"
 
@@ -16,15 +16,16 @@ ARMS = {
 STUDY = Study(
     claim="Dropping some layers, chosen by what they cost, is better than dropping all: as good beyond the training "
     "length, and better within it.",
-    paper="none; SmolLM3 drops every fourth layer, p-RoPE the slow pairs",
+    paper="ours: SmolLM3 drops every fourth layer, p-RoPE the slow pairs",
     arms=(ROPE, DROPE, *ARMS.values()),
     criteria=(
         Criterion(
-            "the cheapest half: lower loss on prose than all dropped, in nats",
+            "the cheapest half: lower loss on prose than all dropped",
             f"drop_cheapest_half: {LOSS}",
             (f"drope: {LOSS}",),
             lower=True,
             by=0.01,
+            unit=NATS,
         ),
         *(
             Criterion(
@@ -33,6 +34,7 @@ STUDY = Study(
                 (f"drope: text {x}x",),
                 lower=True,
                 tolerance=0.02,
+                unit=NATS,
             )
             for x in LENGTHS
         ),
@@ -40,8 +42,9 @@ STUDY = Study(
             Criterion(
                 f"needles at {x}x: the cheapest half finds as many as all dropped",
                 f"drop_cheapest_half: needles {x}x",
-                (f"drope: needles {x}x paper beta",),
+                (f"drope: needles {x}x",),
                 tolerance=0.05,
+                unit=FOUND,
             )
             for x in LENGTHS
         ),
@@ -54,7 +57,7 @@ STUDY = Study(
             "RoPE + YaRN": "rope: text {x}x YaRN",
         },
         "needles found, by length": {
-            "all, paper's scale": "drope: needles {x}x paper beta",
+            "all": "drope: needles {x}x",
             **{label: f"{arm.name}: needles {{x}}x" for label, arm in ARMS.items()},
             "RoPE + YaRN": "rope: needles {x}x YaRN",
         },

@@ -9,10 +9,10 @@ from typing import Any
 
 from pe_lab.page.figure_style import OKABE_ITO, look, render
 from pe_lab.results.records import as_dict, mappings
-from pe_lab.studies.results import Point, point
-from pe_lab.studies.verdict import CONFIRMED, REFUTED
+from pe_lab.studies.results import Point, described, effect, point
+from pe_lab.studies.verdict import CONFIRMED, EQUIVALENT, REFUTED, UNTESTABLE
 
-COLOURS = {CONFIRMED: "#009E73", REFUTED: "#D55E00"}
+COLOURS = {CONFIRMED: "#009E73", REFUTED: "#D55E00", EQUIVALENT: "#0072B2"}
 
 
 def draw(result: Mapping[str, Any], form: str) -> bytes:
@@ -20,20 +20,34 @@ def draw(result: Mapping[str, Any], form: str) -> bytes:
     from matplotlib.figure import Figure
 
     curves = {panel: as_dict(lines) for panel, lines in as_dict(result.get("curves")).items()}
-    criteria = mappings(result["criteria"])
+    curves = {panel: lines for panel, lines in curves.items() if any(_has(result, term) for term in lines.values())}
+    units: dict[str, list[dict[str, Any]]] = {}
+    for one in mappings(result["criteria"]):
+        units.setdefault(str(one["unit"]), []).append(one)
+    heights = [0.3 * len(criteria) + 0.75 for criteria in units.values()]
     rows = -(-len(curves) // 2)
-    height = 0.42 + 0.42 * len(criteria)
     with look():
-        figure = Figure(figsize=(7, 2.7 * rows + height + 0.9), layout="constrained")
-        parts = figure.subfigures(2, 1, height_ratios=[2.7 * rows, height + 0.9]) if curves else (None, figure)
+        figure = Figure(figsize=(7, 2.7 * rows + sum(heights) + 0.3), layout="constrained")
+        ratios = [2.7 * rows, sum(heights) + 0.3]
+        parts = figure.subfigures(2, 1, height_ratios=ratios) if curves else (None, figure)
         if curves:
             panels = list(parts[0].subplots(rows, min(2, len(curves)), squeeze=False).flatten())
             for axis, (panel, lines) in zip(panels, curves.items(), strict=False):
                 _draw_curves(axis, result, panel, lines)
             for empty in panels[len(curves) :]:
                 empty.remove()
-        _draw_differences(parts[1].subplots(), criteria)
+        axes = parts[1].subplots(len(units), 1, squeeze=False, height_ratios=heights)[:, 0]
+        for axis, (unit, criteria) in zip(axes, units.items(), strict=True):
+            _draw_differences(axis, criteria, unit)
+        parts[1].suptitle(_verdict(result), fontsize=8)
         return render(figure, form)
+
+
+def _verdict(result: Mapping[str, Any]) -> str:
+    """The verdict, with the precondition that was not met."""
+    unmet = [one for one in mappings(result["preconditions"]) if not one["met"]]
+    why = f": not met: {unmet[0]['text']}; here {described(unmet[0])}" if result["verdict"] == UNTESTABLE else ""
+    return textwrap.fill(f"{result['verdict']}{why}", 110)
 
 
 def _draw_curves(axis: Any, result: Mapping[str, Any], panel: str, lines: Mapping[str, str]) -> None:
@@ -97,21 +111,28 @@ def _places(result: Mapping[str, Any], term: str) -> list[float]:
     return sorted(found)
 
 
-def _draw_differences(axis: Any, criteria: list[dict[str, Any]]) -> None:
-    """Each criterion's difference with its interval; to the right of 0 the claim holds."""
+def _has(result: Mapping[str, Any], term: str) -> bool:
+    """Whether the result has a number of a term, for some {x} where it has one."""
+    return bool(_places(result, term)) if "{x}" in term else point(result, term) is not None
+
+
+def _draw_differences(axis: Any, criteria: list[dict[str, Any]], unit: str) -> None:
+    """The differences of one unit on one axis, each with the interval that decided; right of 0 the claim holds.
+
+    Marks are the margins: at both ends of what counts as equal, and of how much better or worse counts.
+    """
     for n, one in enumerate(reversed(criteria)):
         mean, low, high = (float("nan") if one[key] is None else float(one[key]) for key in ("mean", "low", "high"))
-        scale = max(abs(v) for v in (mean, low, high, one["by"], one["tolerance"]) if not math.isnan(v)) or 1.0
         colour = COLOURS.get(one["outcome"], "#777777")
-        axis.plot([low / scale, high / scale], [n, n], color=colour, linewidth=2)
-        axis.plot([mean / scale], [n], "o", color=colour, markersize=5)
-        threshold = (one["by"] or -one["tolerance"]) / scale
-        axis.plot([threshold, threshold], [n - 0.3, n + 0.3], color="#999999", linewidth=1)
-        text = f"{mean:+.3g}" + ("" if math.isnan(low) else f" [{low:+.3g}, {high:+.3g}]")
-        axis.text(1.08, n, text, fontsize=7, va="center", clip_on=False)
+        axis.plot([low, high], [n, n], color=colour, linewidth=2)
+        axis.plot([mean], [n], "o", color=colour, markersize=4)
+        margin = one["by"] or one["tolerance"] or one["within"]
+        for mark in (-margin,) if one["tolerance"] else (-margin, margin):
+            axis.plot([mark, mark], [n - 0.3, n + 0.3], color="#999999", linewidth=1)
+        axis.text(1.02, n, effect(one), transform=axis.get_yaxis_transform(), fontsize=7, va="center", clip_on=False)
     axis.axvline(0, color="#444444", linewidth=0.8)
-    axis.set_yticks(range(len(criteria)), [textwrap.fill(one["text"], 46) for one in reversed(criteria)], fontsize=7)
+    axis.set_yticks(range(len(criteria)), [textwrap.fill(one["text"], 46) for one in reversed(criteria)], fontsize=6.5)
     axis.set_ylim(-0.7, len(criteria) - 0.3)
-    axis.set_xlim(-1.05, 1.05)
-    axis.set_xticks([0], ["0"])
-    axis.set_xlabel("against the claim    |    for the claim", fontsize=8)
+    axis.margins(x=0.08)
+    axis.tick_params(axis="x", labelsize=7)
+    axis.set_xlabel(f"{unit or 'difference'}: against the claim < 0 < for the claim", fontsize=7.5)

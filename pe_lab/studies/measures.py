@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
 
 from pe_lab.analysis.runs import Phase, read_runs
 from pe_lab.errors import DataError
@@ -14,6 +16,8 @@ from pe_lab.storage import AnyPath
 
 Measure = Callable[[AnyPath], Mapping[str, float]]
 SUITES = {"perplexity": "text", "needles": "needles"}
+# Of a spike: steps before it that it is compared with, robust standard deviations above them, steps that it lasts.
+WINDOW, DEVIATIONS, LASTS = 200, 6.0, 50
 
 
 def together(*measures: Measure) -> Measure:
@@ -67,3 +71,53 @@ def validation_names(phase: Phase) -> list[str]:
     if not names:
         raise DataError(f"phase '{phase.name}' has logged no validation loss: lower log.validate_every_steps.")
     return list(names)
+
+
+def spikes(directory: AnyPath) -> dict[str, float]:
+    """How often the training loss jumped and stayed above, `loss spikes`, and by how much, `loss excess`, in nats.
+
+    Partial RoPE's spikes are losses that do not come back soon, or at all; a single high loss is none.
+    """
+    (run,) = read_runs([directory])
+    found = {"loss spikes": 0.0, "loss excess": 0.0}
+    for phase in run.phases:
+        logged = {}
+        for record in phase.metrics:
+            step, loss = number(record, "step"), number(record, "loss")
+            if step is not None and loss is not None and "event" not in record:  # events are not evenly spaced
+                logged[step] = loss
+        if len(logged) > 1:
+            steps, losses = zip(*sorted(logged.items()), strict=True)
+            every = float(np.median(np.diff(steps)))
+            found["loss spikes"] += lasting_spikes(losses, round(WINDOW / every), round(LASTS / every))
+            found["loss excess"] = max(found["loss excess"], largest_excess(losses, round(LASTS / every)))
+    return found
+
+
+def lasting_spikes(losses: Sequence[float], window: int, lasts: int, deviations: float = DEVIATIONS) -> int:
+    """How often `lasts` losses in a row lie above the running median by `deviations` robust standard deviations.
+
+    The median, and the deviation as 1.4826 times the median absolute deviation from it, are those of the last `window`
+    losses that did not lie above: a jump is judged against what was before it, and counts once, however long it lasts.
+    Nothing is judged before `window` losses. A loss that is not finite lies above.
+    """
+    before: list[float] = []
+    found = above = 0
+    for loss in losses:
+        middle = float(np.median(before)) if before else math.inf
+        spread = 1.4826 * float(np.median(np.abs(np.asarray(before) - middle))) if before else 0.0
+        if len(before) >= max(window, 2) and not loss <= middle + deviations * spread:
+            above += 1
+            found += above == max(lasts, 1)
+        else:
+            above = 0
+            before = [*before[1 - max(window, 2) :], loss] if math.isfinite(loss) else before
+    return found
+
+
+def largest_excess(losses: Sequence[float], lasts: int) -> float:
+    """How far the running median of `lasts` losses rises above its lowest value before, in nats; 0 if it only falls."""
+    width = min(max(lasts, 1), len(losses))
+    finite = np.nan_to_num(np.asarray(losses, np.float64), nan=np.inf, posinf=np.inf)
+    smooth = np.median(np.lib.stride_tricks.sliding_window_view(finite, width), axis=1)
+    return float(np.max(smooth - np.minimum.accumulate(smooth))) if np.isfinite(smooth[0]) else math.inf

@@ -12,12 +12,13 @@ from pe_lab.page.stylesheet import CSS
 from pe_lab.results.formatting import count
 from pe_lab.results.records import as_dict, mappings
 from pe_lab.studies.figure import draw
-from pe_lab.studies.results import effect, leading, rule_changes
-from pe_lab.studies.verdict import CONFIRMED, OPEN, REFUTED
+from pe_lab.studies.results import described, leading, rule_changes
+from pe_lab.studies.verdict import CONFIRMED, EQUIVALENT, OPEN, REFUTED, UNTESTABLE
 
 BEGIN, END = "<!-- made by `python -m pe_lab.study --write`: do not edit below -->", "<!-- end of what is made -->"
-LOOKS = {CONFIRMED: "win", REFUTED: "loss", OPEN: "soft"}  # verdict: colour of the stylesheet
-HEADER = ("claim", "paper", "verdict", "deciding difference, with 95% interval", "size", "seeds", "minutes")
+# verdict: colour of the stylesheet
+LOOKS = {CONFIRMED: "win", REFUTED: "loss", EQUIVALENT: "soft", OPEN: "soft", UNTESTABLE: "soft"}
+HEADER = ("claim", "paper", "verdict", "what decided, with its interval", "size", "seeds", "minutes")
 
 
 def table_rows(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
@@ -30,7 +31,7 @@ def table_rows(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
                 result["claim"],
                 result["paper"],
                 result["verdict"],
-                f"{one['text']}: {effect(one)}",
+                f"{one['text']}: {described(one)}",
                 result["size"],
                 str(len(result["seeds"])),
                 f"{result['minutes']:.0f}",
@@ -52,10 +53,19 @@ def markdown(results: Sequence[Mapping[str, Any]], figures: str) -> str:
 def _section(result: Mapping[str, Any], figures: str) -> str:
     name = result["study"]
     lines = [f"## {name.replace('_', '-')}", "", f"**{result['claim']}** ({result['paper']})", ""]
+    if result["quote"]:
+        lines += [f"> {result['quote']}", ""]
     lines += [f"Verdict at {result['size']} size: **{result['verdict']}**.", ""]
-    lines += ["| criterion | rule | difference [95% interval] | outcome |", "|---|---|---|---|"]
+    if result["preconditions"]:
+        lines += ["| precondition | rule | measured [95% interval] | met |", "|---|---|---|---|"]
+        for one in mappings(result["preconditions"]):
+            cells = (one["text"], f"`{one['rule']}`", described(one), "yes" if one["met"] else "**no**")
+            lines.append("| " + " | ".join(map(_escaped, cells)) + " |")
+        lines.append("")
+    outcome = "outcome here, which says nothing about the claim" if result["verdict"] == UNTESTABLE else "outcome"
+    lines += [f"| criterion | rule | difference [95% interval] | {outcome} |", "|---|---|---|---|"]
     for one in mappings(result["criteria"]):
-        cells = (one["text"], f"`{one['rule']}`", effect(one), one["outcome"])
+        cells = (one["text"], f"`{one['rule']}`", described(one), one["outcome"])
         lines.append("| " + " | ".join(map(_escaped, cells)) + " |")
     lines += ["", f"![{name}]({figures}/{name}.png)", ""]
     lines += ["| arm | parameters | tokens | FLOPs | minutes a seed | at paper size |", "|---|---|---|---|---|---|"]
@@ -73,10 +83,14 @@ def _section(result: Mapping[str, Any], figures: str) -> str:
     lines += ["", f"Command: `{result['command']}`", ""]
     if result["tried"]:
         lines += [" ".join(result["tried"].split()), ""]
+    if taken := as_dict(result.get("taken_from")):
+        of = ", ".join(f"`{arm}` of [{study}](#{study.replace('_', '-')})" for arm, study in taken.items())
+        lines += [f"Numbers of the same runs, measured in another study: {of}.", ""]
     if (changes := rule_changes(result)) > 0:
         lines += [f"The rule was changed after a run, {changes} time{'s' * (changes > 1)}:", ""]
         for one in mappings(result["history"]):
-            lines.append(f"- {one['time'][:10]}, then {one['verdict']}: {'; '.join(one['rule'])}")
+            why = f" ({one['why']})" if one.get("why") else ""
+            lines.append(f"- {one['time'][:10]}{why}, then {one['verdict']}: {'; '.join(one['rule'])}")
         lines.append("")
     return "\n".join(lines)
 
@@ -133,7 +147,7 @@ def _html_text(words: str) -> Markup:
 
 
 def _html_verdict(verdict: str) -> Markup:
-    return element("td", element("b", verdict, style=f"color:var(--{LOOKS[verdict]})"), class_="text")
+    return element("td", element("b", verdict, style=f"color:var(--{LOOKS.get(verdict, 'soft')})"), class_="text")
 
 
 def _html_table(header: Sequence[str], rows: Sequence[Markup]) -> Markup:
@@ -144,10 +158,15 @@ def _html_table(header: Sequence[str], rows: Sequence[Markup]) -> Markup:
 def _html_section(result: Mapping[str, Any]) -> Markup:
     picture = base64.b64encode(draw(result, "png")).decode()
     rows = [
-        element("tr", _html_text(one["text"]), _html_text(effect(one)), _html_verdict(one["outcome"]))
+        element("tr", _html_text(one["text"]), _html_text(described(one)), _html_verdict(one["outcome"]))
         for one in mappings(result["criteria"])
     ]
-    rules = element("ul", *(element("li", element("code", one["rule"])) for one in mappings(result["criteria"])))
+    rows += [
+        element("tr", *map(_html_text, (one["text"], described(one), "met" if one["met"] else "not met")))
+        for one in mappings(result["preconditions"])
+    ]
+    stated = [*mappings(result["criteria"]), *mappings(result["preconditions"])]
+    rules = element("ul", *(element("li", element("code", one["rule"])) for one in stated))
     about = f"{result['study']} · {result['paper']} · {_scope(result)} · "
     verdict = element("b", result["verdict"], style=f"color:var(--{LOOKS[result['verdict']]})")
     tried = " ".join(str(result["tried"]).split())
@@ -156,7 +175,8 @@ def _html_section(result: Mapping[str, Any]) -> Markup:
         element("h2", result["claim"]),
         element("p", about, verdict, class_="kicker"),
         element("img", src=f"data:image/png;base64,{picture}", alt=result["claim"], style="max-width:100%"),
-        _html_table(("criterion", "difference, with 95% interval", "outcome"), rows),
+        element("blockquote", result["quote"]) if result["quote"] else None,
+        _html_table(("criterion or precondition", "difference, with its interval", "outcome"), rows),
         element("pre", result["command"], class_="command"),
         element("p", tried) if tried else None,
         folded("The rule", rules),

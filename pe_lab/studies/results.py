@@ -10,14 +10,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pe_lab.analysis.groups import SEEDS
 from pe_lab.errors import ConfigError, DataError, UserError
 from pe_lab.recipes import load_config
 from pe_lab.results.records import as_dict, as_list, digest, finite, mappings
 from pe_lab.storage import AnyPath, is_file, read_json, write_json
-from pe_lab.studies.study import Study, studies_directory
-from pe_lab.studies.verdict import CONFIRMED, OPEN, REFUTED, Judged, Values, judge, number, student
+from pe_lab.studies.study import Arm, Study, studies_directory
+from pe_lab.studies.verdict import (
+    CONFIRMED,
+    EQUIVALENT,
+    LEVEL,
+    OPEN,
+    REFUTED,
+    UNMEASURED,
+    UNTESTABLE,
+    Checked,
+    Judged,
+    Judgement,
+    Values,
+    arm_of,
+    judge,
+    number,
+    student,
+)
 
-VERDICTS = (CONFIRMED, REFUTED, OPEN)
+VERDICTS = (CONFIRMED, REFUTED, EQUIVALENT, OPEN, UNTESTABLE)
 
 
 def results_directory() -> Path:
@@ -48,34 +65,23 @@ def make_result(
     """
     from pe_lab.training.machine import machine, versions
 
-    judged, verdict = judge(study.criteria, values)
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    history = mappings((before or {}).get("history"))
-    if not history or history[-1].get("rule") != study.rule:
-        history = [*history, {"time": now, "rule": study.rule}]
-    history[-1] = {**history[-1], "verdict": verdict, "seeds": len(seeds)}
+    judgement = judge(study.criteria, values, study.preconditions)
     seconds = sum(each["seconds"] * len(seeds) for each in costs.values())
     return finite(
         {
             "study": study.name,
-            "claim": study.claim,
-            "paper": study.paper,
+            **_words(study),
             "size": size,
-            "verdict": verdict,
+            **_judged(study, judgement, len(seeds), before),
             "seeds": list(seeds),
             "command": command,
             "minutes": seconds / 60,
-            "time": now,
-            "criteria": [_criterion(one) for one in judged],
-            "history": history,
-            "tried": study.tried,
-            "curves": {panel: dict(lines) for panel, lines in study.curves.items()},
+            "time": _now(),
             "arms": {
                 arm.name: {
                     "recipe": arm.recipe,
                     "surgery": arm.surgery,
-                    "paper": study.recipes.get(arm.name, ""),
-                    "paper_cost": _paper_cost(study.recipes.get(arm.name, "")),
+                    **_at_paper_size(study, arm.name),
                     **{key: costs[arm.name][key] for key in ("parameters", "tokens", "flops", "seconds")},
                 }
                 for arm in study.all_arms
@@ -88,6 +94,116 @@ def make_result(
             "versions": versions(),
         }
     )
+
+
+def judge_again(
+    study: Study, result: Mapping[str, Any], others: Sequence[Mapping[str, Any]], why: str
+) -> dict[str, Any]:
+    """A result under the rule that its study has now, from the numbers that it has; no run is needed.
+
+    Numbers that the study did not measure when it was run are those of other results, whose arm has the same recipe;
+    `taken_from` says of which. References are measured, once for all results: `others` has them then. A
+    criterion on numbers that no run has logged is "not measured".
+
+    Args:
+      study: at the result's size.
+      result: as `make_result` made it.
+      others: more results.
+      why: the rule was changed, for the history.
+
+    Raises:
+      ConfigError: a precondition's number is in none of them.
+      DataError: the data of a reference cannot be read.
+    """
+    values = {arm: dict(metrics) for arm, metrics in as_dict(result["values"]).items()}
+    arms = {name: dict(about) for name, about in as_dict(result["arms"]).items()}
+    taken = dict(as_dict(result.get("taken_from")))
+    known = {arm.name: arm for arm in study.all_arms}
+    for name in (arm.name for arm in study.arms):
+        missing = _needed(study, name) - set(values.get(name, {}))
+        if missing and (other := _with_numbers(known[name], missing, result, others)):
+            values.setdefault(name, {}).update({metric: other["values"][name][metric] for metric in sorted(missing)})
+            arms.setdefault(name, dict(other["arms"][name]))
+            taken[name] = other["study"]
+    for name in (name for name in study.references if name not in values):
+        kept = [one["values"][name] for one in others if name in one["values"] and one["seeds"] == result["seeds"]]
+        values[name] = kept[0] if kept else _measured(study, name, result["seeds"])
+    for name, about in arms.items():
+        about |= _at_paper_size(study, name)
+    now = {**result, **_words(study), "arms": arms, "values": values}
+    judgement = judge(study.criteria, _values(now), study.preconditions, missing_is_unmeasured=True)
+    now |= _judged(study, judgement, len(result["seeds"]), result, why)
+    return finite(now | ({"taken_from": taken} if taken else {}))
+
+
+def _needed(study: Study, arm: str) -> set[str]:
+    """The numbers of an arm that the rule of a study names."""
+    terms = [term for one in (*study.criteria, *study.preconditions) for term in one.terms]
+    return {term.partition(": ")[2] for term in terms if arm_of(term) == arm}
+
+
+def _with_numbers(
+    arm: Arm, metrics: set[str], result: Mapping[str, Any], others: Sequence[Mapping[str, Any]]
+) -> Mapping[str, Any] | None:
+    """A result with numbers of an arm of the same recipe, for the same seeds; of several, one of the same runs."""
+    found = []
+    for other in others:
+        theirs = as_dict(as_dict(other["arms"]).get(arm.name))
+        if (theirs.get("recipe"), theirs.get("surgery")) == (arm.recipe, arm.surgery) and (
+            metrics <= set(as_dict(other["values"].get(arm.name)))
+            and (other["seeds"], other["size"]) == (result["seeds"], result["size"])
+        ):
+            shared = [
+                listed == as_dict(other["values"].get(name)).get(metric)
+                for name, numbers in as_dict(result["values"]).items()
+                for metric, listed in as_dict(numbers).items()
+            ]
+            found.append((any(shared), other))
+    return max(found, key=lambda one: one[0])[1] if found else None
+
+
+def _measured(study: Study, name: str, seeds: Sequence[int]) -> dict[str, list[float]]:
+    """{metric: a value for each seed} of a reference."""
+    reference = study.references[name]
+    (arm,) = (one for one in study.arms if one.name == reference.arm)
+    each = [reference.measure(load_config(arm.recipe, dict.fromkeys(SEEDS, str(seed)))) for seed in seeds]
+    return {metric: [one[metric] for one in each] for metric in each[0]}
+
+
+def _words(study: Study) -> dict[str, Any]:
+    """What a study says and shows, apart from its numbers."""
+    return {
+        "claim": study.claim,
+        "paper": study.paper,
+        "quote": study.quote,
+        "tried": study.tried,
+        "curves": {panel: dict(lines) for panel, lines in study.curves.items()},
+    }
+
+
+def _judged(
+    study: Study, judgement: Judgement, seeds: int, before: Mapping[str, Any] | None, why: str = ""
+) -> dict[str, Any]:
+    """Verdict, criteria, preconditions and history as JSON."""
+    history = mappings((before or {}).get("history"))
+    if not history or history[-1].get("rule") != study.rule or (why and why != history[-1].get("why")):
+        history = [*history, {"time": _now(), "rule": study.rule} | ({"why": why} if why else {})]
+    history[-1] = {**history[-1], "verdict": judgement.verdict, "seeds": seeds}
+    return {
+        "verdict": judgement.verdict,
+        "criteria": [_criterion(one) for one in judgement.judged],
+        "preconditions": [_precondition(one) for one in judgement.checked],
+        "history": history,
+    }
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def _at_paper_size(study: Study, arm: str) -> dict[str, str]:
+    recipe = study.recipes.get(arm, "")
+    return {"paper": recipe, "paper_cost": _paper_cost(recipe)}
 
 
 def _paper_cost(recipe: str) -> str:
@@ -104,12 +220,27 @@ def _criterion(judged: Judged) -> dict[str, Any]:
         "text": criterion.text,
         "rule": criterion.rule,
         "outcome": judged.outcome,
+        "against": judged.against,
         "mean": judged.mean,
         "low": judged.low,
         "high": judged.high,
+        "level": judged.level,
         "by": criterion.by,
         "tolerance": criterion.tolerance,
+        "within": criterion.within,
+        "unit": criterion.unit,
         "seeds": len(judged.differences),
+    }
+
+
+def _precondition(checked: Checked) -> dict[str, Any]:
+    return {
+        "text": checked.precondition.text,
+        "rule": checked.precondition.rule,
+        "mean": checked.mean,
+        "low": checked.low,
+        "high": checked.high,
+        "met": checked.met,
     }
 
 
@@ -134,10 +265,10 @@ def read_result(name: str, directory: AnyPath) -> dict[str, Any] | None:
 
 
 def read_results(directory: AnyPath | None = None) -> list[dict[str, Any]]:
-    """All results of a directory: those on papers' claims first, by paper."""
+    """All results of a directory: those on papers' claims first, by paper, then ours."""
     where = Path(str(directory)) if directory else results_directory()
     found = [read_result(path.stem, where) for path in sorted(where.glob("*.json"))]
-    return sorted(filter(None, found), key=lambda one: (one["paper"].startswith("none"), one["paper"]))
+    return sorted(filter(None, found), key=lambda one: (one["paper"].startswith("ours"), one["paper"]))
 
 
 @dataclass(frozen=True)
@@ -170,10 +301,24 @@ def _values(result: Mapping[str, Any]) -> Values:
 
 
 def effect(criterion: Mapping[str, Any], form: str = "+.3g") -> str:
-    """`+0.31 [+0.29, +0.33]` of a criterion; positive where the claim holds."""
+    """`+0.31 [+0.29, +0.33]` of a criterion, positive where the claim holds, or of a precondition.
+
+    An interval of another probability than 95% has it: it decided, widened for the number of comparisons.
+    """
     numbers = [criterion.get(key) for key in ("mean", "low", "high")]
     mean, low, high = (math.nan if n is None else float(n) for n in numbers)
-    return f"{mean:{form}}" if math.isnan(low) else f"{mean:{form}} [{low:{form}}, {high:{form}}]"
+    level = float(criterion.get("level") or LEVEL)
+    if math.isnan(mean):
+        return UNMEASURED
+    at = "" if level == LEVEL else f" at {100 * level:.3g}%"
+    return f"{mean:{form}}" if math.isnan(low) else f"{mean:{form}} [{low:{form}}, {high:{form}}]{at}"
+
+
+def described(one: Mapping[str, Any]) -> str:
+    """The number of a criterion, with what it is over where the rule names several, or of a precondition."""
+    if "met" in one:
+        return f"{one['mean']:.3g}" if one["low"] == one["high"] else effect(one, ".3g")
+    return effect(one) + (f" over {one['against']}" if " each of (" in one["rule"] and one["against"] else "")
 
 
 def rule_changes(result: Mapping[str, Any]) -> int:
@@ -182,8 +327,11 @@ def rule_changes(result: Mapping[str, Any]) -> int:
 
 
 def leading(result: Mapping[str, Any]) -> dict[str, Any]:
-    """The criterion that stands for a study in a table: the median one of those that decided the verdict."""
-    found = mappings(result["criteria"])
-    decided = [one for one in found if one["outcome"] == result["verdict"]] or found
+    """What stands for a study in a table: of what decided the verdict, the first precondition or median criterion."""
+    unmet = [one for one in mappings(result.get("preconditions")) if not one["met"]]
+    if result["verdict"] == UNTESTABLE and unmet:
+        return unmet[0]
+    found = [one for one in mappings(result["criteria"]) if one["mean"] is not None]
+    decided = [one for one in found if one["outcome"] == result["verdict"]] or found or mappings(result["criteria"])
     middle = statistics.median_low([float(one["mean"] or 0.0) for one in decided])
     return next(one for one in decided if float(one["mean"] or 0.0) == middle)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import inspect
 import math
 import shlex
 import subprocess
@@ -20,7 +21,7 @@ from pe_lab.config import Config
 from pe_lab.errors import ConfigError, UserError
 from pe_lab.identity import config_hash
 from pe_lab.parallel.mesh import AXES
-from pe_lab.recipes import load_config
+from pe_lab.recipes import explained, load_config
 from pe_lab.results.records import number
 from pe_lab.storage import AnyPath, exists, is_file, read_json, write_file, write_json
 from pe_lab.studies.study import Arm, Study
@@ -170,38 +171,49 @@ def failed(states: Sequence[CellState]) -> list[CellState]:
 
 
 def collect(study: Study, levels: Sequence[Level], show: Callable[[str], None] = print) -> Values:
-    """The numbers of all trained cells of the study's arms, {arm: {metric: {seed: value}}}.
+    """The numbers of all trained cells of the study's arms, and of its references, {arm: {metric: {seed: value}}}.
 
     What a study's own function measures is kept in `measures/STUDY` of the directory, by the run's config and the code
-    of the study, and not measured twice.
+    that measures, and not measured twice.
     """
     from pe_lab.studies.measures import scores
 
     listed = {arm.name for arm in study.arms}
-    values: dict[str, dict[str, dict[int, float]]] = {arm.name: {} for arm in study.arms}
+    values: dict[str, dict[str, dict[int, float]]] = {
+        name: {} for name in (*(arm.name for arm in study.arms), *study.references)
+    }
     for level in levels:
         left = {cell.name for cell in unfinished(level)}
         for cell in level.cells:
             if cell.setting["arm"] not in listed or cell.name in left:
                 continue
-            run = level.sweep.directory / cell.name
-            cheap = study.measure is scores
-            found = scores(run) if cheap else _measured(study, cell, run, level.sweep.directory, show)
-            for metric, value in found.items():
-                values[cell.setting["arm"]].setdefault(metric, {})[int(cell.seed or 0)] = float(value)
+            run, where = level.sweep.directory / cell.name, level.sweep.directory / "measures"
+            measures = {cell.setting["arm"]: scores(run)} if study.measure is scores else {}
+            if not measures:
+                path = where / study.name / f"{cell.name}.json"
+                measures[cell.setting["arm"]] = _kept(path, cell, study.file, lambda run=run: study.measure(run), show)
+            for name, reference in study.references.items():
+                if reference.arm == cell.setting["arm"]:
+                    path, code = where / name / f"{cell.name}.json", inspect.getfile(reference.measure)
+                    measures[name] = _kept(
+                        path, cell, code, lambda of=reference.measure, cell=cell: of(cell.config), show
+                    )
+            for name, found in measures.items():
+                for metric, value in found.items():
+                    values[name].setdefault(metric, {})[int(cell.seed or 0)] = float(value)
     return values
 
 
-def _measured(
-    study: Study, cell: Cell, run: AnyPath, directory: AnyPath, show: Callable[[str], None]
+def _kept(
+    path: AnyPath, cell: Cell, code: str, measure: Callable[[], Mapping[str, float]], show: Callable[[str], None]
 ) -> Mapping[str, float]:
-    path = directory / "measures" / study.name / f"{cell.name}.json"
-    code = hashlib.sha256(Path(study.file).read_bytes()).hexdigest()[:12]
-    key = [config_hash(cell.config), code]
+    """The numbers of a cell from `path`, or measured and kept there; `code` is the file of the code that measures."""
+    key = [config_hash(cell.config), hashlib.sha256(Path(code).read_bytes()).hexdigest()[:12]]
     if is_file(path) and (known := read_json(path)).get("key") == key:
         return known["values"]
-    show(f"measuring {cell.name}")
-    values = {name: float(value) for name, value in study.measure(run).items()}
+    show(f"measuring {cell.name}: {path.parent.name}")
+    with explained(code, "study"):
+        values = {name: float(value) for name, value in measure().items()}
     write_json(path, {"key": key, "values": values})
     return values
 

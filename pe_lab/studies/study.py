@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pe_lab.config import Config
 from pe_lab.errors import ConfigError, did_you_mean
-from pe_lab.recipes import load_module
+from pe_lab.recipes import explained, load_module
 from pe_lab.storage import AnyPath
 from pe_lab.studies.measures import scores
-from pe_lab.studies.verdict import Criterion, arms_in
+from pe_lab.studies.verdict import Criterion, Precondition, arm_of
 
 SIZES = ("laptop", "paper", "quick")
 # At the papers' sizes a model reads one corpus, and is asked for the needles of DroPE's Table 1: the mean of its tasks.
@@ -69,14 +70,30 @@ class Arm:
 
 
 @dataclass(frozen=True)
+class Reference:
+    """Numbers that need no run: of an arm's config.
+
+    Attributes:
+      arm: its name; it has no parent.
+      measure: {metric: value} of the config.
+    """
+
+    arm: str
+    measure: Callable[[Config], Mapping[str, float]]
+
+
+@dataclass(frozen=True)
 class Study:
     """What a file in studies/ defines as STUDY.
 
     Attributes:
-      claim: the sentence that is tested, as the paper says it.
-      paper: where it is: paper, table, figure or section.
+      claim: the sentence that is tested.
+      paper: whose it is, and where: paper, table, figure or section; "ours", with what is near it in a paper.
+      quote: the paper's own words; "" of a claim of ours.
       arms: what is trained; the arms that they start from need not be listed.
       criteria: the rule, written before the runs.
+      preconditions: what must be true for the question to be asked at this size.
+      references: numbers of configs, by the name that stands for an arm in terms.
       evaluation: options of `pe_lab.evaluate` for the last phase of each arm; None: it is not evaluated.
       measure: the numbers of one run, {metric: value}, from its directory; by default those of its evaluation.
       curves: the terms "ARM: METRIC" of the figure, with {x} for the length's factor: {panel: {label: term}}.
@@ -90,6 +107,9 @@ class Study:
     paper: str
     arms: tuple[Arm, ...]
     criteria: tuple[Criterion, ...]
+    preconditions: tuple[Precondition, ...] = ()
+    references: Mapping[str, Reference] = field(default_factory=dict)
+    quote: str = ""
     evaluation: tuple[str, ...] | None = ()
     measure: Callable[[AnyPath], Mapping[str, float]] = scores
     curves: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -100,11 +120,13 @@ class Study:
 
     def __post_init__(self) -> None:
         known = {arm.name for arm in self.arms}
-        for criterion in self.criteria:
-            for term in (criterion.of, *criterion.over):
-                for arm in arms_in(term):
-                    if arm not in known:
-                        raise ConfigError(f"criterion '{criterion.text}': '{arm}'. {did_you_mean(arm, [*known])}")
+        for one in (*self.criteria, *self.preconditions):
+            for arm in map(arm_of, one.terms):
+                if arm not in known and arm not in self.references:
+                    raise ConfigError(f"'{one.text}': '{arm}'. {did_you_mean(arm, [*known, *self.references])}")
+        for name, reference in self.references.items():
+            if name in known or all(one.name != reference.arm or one.parent for one in self.arms):
+                raise ConfigError(f"reference '{name}': give it a name of its own, and an arm without a parent.")
         if self.recipes and set(self.recipes) != known:
             raise ConfigError(f"recipes at paper size are for all arms or for none: {', '.join(sorted(known))}.")
         if not self.criteria or len(known) < len(self.arms):
@@ -135,13 +157,16 @@ class Study:
             dataclasses.replace(one, of=_at_paper_size(one.of), over=tuple(map(_at_paper_size, one.over)))
             for one in self.criteria
         )
+        preconditions = tuple(dataclasses.replace(one, of=_at_paper_size(one.of)) for one in self.preconditions)
         curves = {
             panel: {label: _at_paper_size(term) for label, term in lines.items()}
             for panel, lines in self.curves.items()
         }
         evaluation = PAPER_EVALUATION if self.evaluation == () else self.evaluation
         arms = tuple(map(arm, self.arms))
-        return dataclasses.replace(self, arms=arms, criteria=criteria, curves=curves, evaluation=evaluation)
+        return dataclasses.replace(
+            self, arms=arms, criteria=criteria, preconditions=preconditions, curves=curves, evaluation=evaluation
+        )
 
     @property
     def all_arms(self) -> tuple[Arm, ...]:
@@ -158,8 +183,8 @@ class Study:
 
     @property
     def rule(self) -> list[str]:
-        """The criteria in words, as the history of results keeps them."""
-        return [criterion.rule for criterion in self.criteria]
+        """Criteria and preconditions in words, as the history of results keeps them."""
+        return [one.rule for one in (*self.criteria, *self.preconditions)]
 
 
 def _at_paper_size(term: str) -> str:
@@ -186,12 +211,13 @@ def load_study(name: str) -> Study:
     """The study of `studies/NAME.py`, or of a file of one's own, `PATH.py`.
 
     Raises:
-      ConfigError: there is no such study, or its file does not define one.
+      ConfigError: there is no such study, its file does not define one, or cannot be read or executed.
     """
     path = Path(name) if name.endswith(".py") else studies_directory() / f"{name}.py"
     if not path.is_file():
         raise ConfigError(f"There is no study '{name}'. {did_you_mean(name, study_names())} Or give a file, PATH.py.")
-    study = getattr(load_module(path), "STUDY", None)
+    with explained(str(path), "study"):
+        study = getattr(load_module(path), "STUDY", None)
     if not isinstance(study, Study):
         raise ConfigError(f"'{path}' defines no STUDY = Study(...). See docs/claims.md.")
     return dataclasses.replace(study, name=path.stem, file=str(path))
