@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import numpy as np
+from jaxtyping import Float
 
 from pe_lab.analysis.runs import Phase, read_runs
 from pe_lab.errors import DataError
@@ -87,14 +88,14 @@ def spikes(directory: AnyPath) -> dict[str, float]:
             if step is not None and loss is not None and "event" not in record:  # events are not evenly spaced
                 logged[step] = loss
         if len(logged) > 1:
-            steps, losses = zip(*sorted(logged.items()), strict=True)
+            steps, losses = np.asarray(sorted(logged.items()), np.float64).T
             every = float(np.median(np.diff(steps)))
             found["loss spikes"] += lasting_spikes(losses, round(WINDOW / every), round(LASTS / every))
             found["loss excess"] = max(found["loss excess"], largest_excess(losses, round(LASTS / every)))
     return found
 
 
-def lasting_spikes(losses: Sequence[float], window: int, lasts: int, deviations: float = DEVIATIONS) -> int:
+def lasting_spikes(losses: Float[np.ndarray, " n"], window: int, lasts: int, deviations: float = DEVIATIONS) -> int:
     """How often `lasts` losses in a row lie above the running median by `deviations` robust standard deviations.
 
     The median, and the deviation as 1.4826 times the median absolute deviation from it, are those of the last `window`
@@ -111,13 +112,13 @@ def lasting_spikes(losses: Sequence[float], window: int, lasts: int, deviations:
             found += above == max(lasts, 1)
         else:
             above = 0
-            before = [*before[1 - max(window, 2) :], loss] if math.isfinite(loss) else before
+            before = [*before[1 - max(window, 2) :], float(loss)] if math.isfinite(loss) else before
     return found
 
 
-def largest_excess(losses: Sequence[float], lasts: int) -> float:
+def largest_excess(losses: Float[np.ndarray, " n"], lasts: int) -> float:
     """How far the running median of `lasts` losses rises above its lowest value before, in nats; 0 if it only falls."""
     width = min(max(lasts, 1), len(losses))
-    finite = np.nan_to_num(np.asarray(losses, np.float64), nan=np.inf, posinf=np.inf)
+    finite = np.nan_to_num(losses, nan=np.inf, posinf=np.inf)
     smooth = np.median(np.lib.stride_tricks.sliding_window_view(finite, width), axis=1)
     return float(np.max(smooth - np.minimum.accumulate(smooth))) if np.isfinite(smooth[0]) else math.inf

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 from tiny_runs import finish, start
 
+import pe_lab
+from pe_lab.config import Config, from_dict
 from pe_lab.studies.study import PAPER_EVALUATION, load_study, study_names
 from pe_lab.studies.verdict import judge, number
 
@@ -21,7 +23,7 @@ def get_config(arg=""):
         dict(name="pretrain", steps=2, positional=arg, sequence_length=512, batch_size=2, optimizer={"warmup_steps": 1})
     ]
     config.log = dict(every_steps=1, validate_every_steps=2, validation_batches=1)
-    config.evaluation = dict(tokens=8192, fit_tokens=8192, factors=[2, 4, 8])
+    config.evaluation = dict(tokens=8192, fit_tokens=8192, factors=[1, 2, 4, 8])
     return config
 """
 
@@ -65,15 +67,18 @@ def test_the_numbers_of_a_rule_are_measured(runs, name):
             kind = "nope" if has_no_encoding(arm.name, arm.recipe) else "rope"
             if kind not in measured:
                 measured[kind] = study.measure(runs[kind])
-    values = {
-        arm.name: {
-            metric: {0: value, 1: value}
-            for metric, value in measured["nope" if has_no_encoding(arm.name, arm.recipe) else "rope"].items()
+        values = {
+            arm.name: {
+                metric: {0: value, 1: value}
+                for metric, value in measured["nope" if has_no_encoding(arm.name, arm.recipe) else "rope"].items()
+            }
+            for arm in study.arms
         }
-        for arm in study.arms
-    }
-    judged, _ = judge(study.criteria, values)
-    assert all(np.isfinite(one.mean) for one in judged)
+        for name, reference in study.references.items():
+            config = from_dict(Config, pe_lab.load(runs["rope"]).checkpoint.metadata["config"])
+            values[name] = {metric: {0: v, 1: v} for metric, v in reference.measure(config).items()}
+    judged, _, checked = judge(study.criteria, values, study.preconditions)
+    assert all(np.isfinite(one.mean) for one in (*judged, *checked))
     for lines in study.curves.values():
         for term in lines.values():
             if "{x}" not in term:

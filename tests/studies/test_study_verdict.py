@@ -98,6 +98,21 @@ def test_a_claim_of_equality_is_two_one_sided_tests(ours, outcome):
     assert verdict == (CONFIRMED if outcome == EQUIVALENT else outcome)  # what the claim says
 
 
+def test_equivalence_is_that_of_scipys_one_sided_tests():
+    rng, seen = np.random.default_rng(0), set()
+    same = Criterion("same", of="ours: loss", within=1.0)
+    for _ in range(200):
+        draw = rng.normal(rng.uniform(-1.5, 1.5), 0.3, 4)
+        above, below = (
+            stats.ttest_1samp(draw, -1.0, alternative="greater"),
+            stats.ttest_1samp(draw, 1.0, alternative="less"),
+        )
+        expected = max(above.pvalue, below.pvalue) < 0.025
+        assert (judge([same], values(ours=draw))[0][0].outcome == EQUIVALENT) == expected
+        seen.add(expected)
+    assert seen == {True, False}
+
+
 def test_the_interval_that_decided_is_the_one_that_is_kept():
     """A claim of two criteria refutes by an interval of 97.5%; also where only that one keeps it from being refuted."""
     found = values(ours=[2.0, 2.01, 1.99], near=[1.22, 1.25, 1.19], one=[1.2] * 3, other=[1.2] * 3)
