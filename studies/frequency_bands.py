@@ -9,7 +9,7 @@ from pe_lab.analysis.losses import Streams
 from pe_lab.analysis.sequences import text_windows
 from pe_lab.evaluation.variants import Subject
 from pe_lab.positional import dope_by_parts
-from pe_lab.studies import Criterion, Study, losses, together
+from pe_lab.studies import Criterion, Study, losses
 
 from .arms import NATS, ROPE, TRIGRAM, beats_trigram
 
@@ -42,7 +42,7 @@ def bands(directory) -> dict[str, float]:
             each = Streams(rotated, at.tokens).losses(at.targets)
             beyond = each[:, lm.training_length :] if factor > 1 else each
             found[f"text {factor}x {name}"] = float(beyond.mean())
-    return found
+    return found | losses(directory)
 
 
 STUDY = Study(
@@ -81,7 +81,7 @@ STUDY = Study(
     references=TRIGRAM,
     evaluation=None,
     recipes={"rope": "configs/p_rope.py:encoding=rope"},
-    measure=together(bands, losses),
+    measure=bands,
     curves={
         "previous-token bias of the most previous-token head": {
             "all pairs": "rope: previous-token bias",
