@@ -19,9 +19,8 @@ def get_config(arg=""):
     config.name = arg
     config.model = dict(layers=2, d_model=16, d_ff=32, heads=2, kv_heads=2, dtype="float32")
     config.data = dict(prepared="data", segments=False)
-    config.phases = [
-        dict(name="pretrain", steps=2, positional=arg, sequence_length=1024, batch_size=2, optimizer=dict(warmup_steps=1))
-    ]
+    phase = dict(name="pretrain", steps=2, positional=arg, sequence_length=1024, batch_size=2)
+    config.phases = [phase | dict(optimizer={"warmup_steps": 1})]
     config.log = dict(every_steps=1, validate_every_steps=2, validation_batches=1)
     config.evaluation = dict(tokens=8192, fit_tokens=8192, factors=[1, 2, 4, 8])
     return config
