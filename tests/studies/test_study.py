@@ -312,12 +312,6 @@ def test_the_committed_page_is_the_one_of_the_committed_results():
     assert with_generated(page, markdown(read_results(), "../studies/results")) == page
 
 
-def test_an_added_qk_norm_starts_as_drope_has_it():
-    for arguments, init in {"method=nope,qk_norm=head": "ones", "method=nope,qk_norm=none": "matched"}.items():
-        config = load_config(f"configs/claims.py:from=runs/rope,{arguments}", inherit=_with_shape)
-        assert config.phases[0].qk_norm_init == init
-
-
 def test_arms_that_are_compared_have_the_same_help():
     """A fitted logit scale is given to all arms of a comparison or to none, and another model's constant to none."""
     for study in load_studies(study_names()):
