@@ -365,6 +365,24 @@ def test_results_are_judged_again_without_their_runs(study, capsys):
     assert "'nowhere' has no results" in capsys.readouterr().err
 
 
+def test_a_reference_is_measured_beside_the_runs(study, capsys):
+    """1 s. Of the config of each seed's run, and kept as other measures are."""
+    path = study / "better.py"
+    source = path.read_text().replace("import Arm,", "import Arm, Precondition, Reference, shape,")
+    stated = """    preconditions=(Precondition("a hundred heads", "size: heads", least=100),),
+    references={"size": Reference("base", shape)},
+    evaluation=None,"""
+    path.write_text(source.replace("    evaluation=None,", stated))
+    assert main(["better.py", "--seeds=2"]) == 0
+    out = capsys.readouterr().out
+    assert "measuring base__seed=1: size" in out and "not met" in out
+    assert "better: NOT TESTABLE AT THIS SIZE" in out
+    (result,) = read_results(study / "runs/studies/laptop/results")
+    assert result["values"]["size"] == {"heads": [4.0, 4.0], "rotated pairs": result["values"]["size"]["rotated pairs"]}
+    assert main(["better.py", "--seeds=2"]) == 0
+    assert "measuring" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
