@@ -9,7 +9,7 @@ import pytest
 
 from pe_lab.analysis.runs import Phase, Run
 from pe_lab.analysis.scores import Bucket
-from pe_lab.page.loss_charts import loss_chart, loss_comparison, offsets, running_mean, source_losses
+from pe_lab.page.loss_charts import learned_charts, loss_chart, loss_comparison, offsets, running_mean, source_losses
 from pe_lab.page.run_charts import frequency_charts, rotation_of
 from pe_lab.page.score_charts import length_words, position_chart, score_chart
 from pe_lab.page.variants import STYLES, assign_styles
@@ -166,6 +166,23 @@ def test_the_axis_is_of_steps_where_tokens_are_not_known():
     assert ">training steps<" in loss_chart(run_of(steps))
     logged = Phase("p", {"positional": []}, [{"step": n, "tokens": 9 * n, "loss": 2.0} for n in (1, 2)])
     assert ">training tokens<" in loss_chart(run_of(logged))
+
+
+def test_learned_values_are_a_chart_for_each_parameter_and_a_line_for_each_layer():
+    assert learned_charts(run_of(ROPE)) == ""
+    values = {f"learned/wave.height/{n}{part}": n + high for n in range(12) for part, high in (("", 0.5), ("/high", 1))}
+    values |= {f"learned/base.log/{n}": 9.0 for n in (0, 11)}
+    metrics = [{"step": n, "tokens": 10 * n, **values} for n in (0, 1, 2)]
+    charts = learned_charts(run_of(Phase("p", {"positional": []}, metrics)))
+    base, wave = str(charts).split("<figure")[1:]
+    assert (
+        "Learned: base.log" in base and "value in a layer" in base and list(series_of(base)) == ["layer 0", "layer 11"]
+    )
+    assert "Learned: wave.height" in wave and "mean in a layer" in wave
+    assert series_of(wave)["layer 3"] == [[0, 3.5], [10, 3.5], [20, 3.5]] and len(series_of(wave)) == 12
+    shown = [one["n"] for one in json.loads(html.unescape(re.search(r'data-chart="([^"]*)"', wave)[1]))["series"]
+             if "m" not in one]  # fmt: skip
+    assert shown == ["layer 0", "layer 3", "layer 6", "layer 8", "layer 11"]  # spread over the depth
 
 
 def test_losses_by_source_need_two_sources():

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from pe_lab.analysis.comparison import encoding_text
 from pe_lab.analysis.groups import Spread, curve_over_seeds
 from pe_lab.analysis.runs import Phase, Run
-from pe_lab.page.chart_parts import Axis, Series
+from pe_lab.page.chart_parts import MOST, Axis, Series
 from pe_lab.page.charts import line_chart
-from pe_lab.page.markup import Markup
+from pe_lab.page.markup import Markup, element
 from pe_lab.page.ticks import Point, decimate, smooth
 from pe_lab.page.variants import INK, STYLES, Style
 from pe_lab.results.formatting import count
@@ -214,6 +214,35 @@ def source_losses(run: Run) -> Markup:
 
 
 SOURCE = "validation_loss/"
+LEARNED = "learned/"  # and then ENCODING.PARAMETER/LAYER, as the training loop logs them
+
+
+def learned_charts(run: Run) -> Markup:
+    """The learned values of encodings over training, a chart for each parameter and a line for each layer; "" without.
+
+    Of many layers the lines that are shown first are spread evenly over the depth.
+    """
+    logged = {name for phase in run.phases for record in phase.metrics for name in record if name.startswith(LEARNED)}
+    layers: dict[str, list[int]] = {}
+    for name in logged:
+        parameter, _, layer = name.removeprefix(LEARNED).partition("/")
+        if layer.isdigit():
+            layers.setdefault(parameter, []).append(int(layer))
+    charts = []
+    for parameter, places in sorted(layers.items()):
+        places.sort()
+        series: list[Series] = []
+        for i, n in enumerate(places):
+            key = f"{LEARNED}{parameter}/{n}"
+            points = [point for points in curves(run, key) for point in points]
+            series += over_seeds(f"layer {n}", run, points, run_style(i), markers=len(points) < 60)
+        several = any(name.endswith(("/low", "/high")) and name.startswith(f"{LEARNED}{parameter}/") for name in logged)
+        y = Axis(f"{'mean' if several else 'value'} in a layer")
+        spread = [places[round(i * (len(places) - 1) / (MOST - 1))] for i in range(MOST)]
+        first = [f"layer {n}" for n in dict.fromkeys(spread)]
+        title, words = f"Learned: {parameter}", band_words(run).strip()
+        charts.append(line_chart(title, series, token_axis(run), y, _phase_marks(run), words, "half", first))
+    return element("div", charts, class_="grid") if charts else Markup("")
 
 
 def source_keys(run: Run) -> list[str]:

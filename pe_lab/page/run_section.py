@@ -263,6 +263,7 @@ def _training_parts(results: Results) -> list[object]:
         run_charts.event_table(run),
         run_history.mixture_table(run),
         loss_charts.source_losses(run),
+        loss_charts.learned_charts(run),
         run_charts.time_chart(run),
     ]
 
