@@ -228,7 +228,7 @@ def learned_charts(run: Run) -> Markup:
         parameter, _, layer = name.removeprefix(LEARNED).partition("/")
         if layer.isdigit():
             layers.setdefault(parameter, []).append(int(layer))
-    charts = []
+    charts, marks = [], [(at, "") for at, _ in _phase_marks(run)]
     for parameter, places in sorted(layers.items()):
         places.sort()
         series: list[Series] = []
@@ -241,8 +241,8 @@ def learned_charts(run: Run) -> Markup:
         spread = [places[round(i * (len(places) - 1) / (MOST - 1))] for i in range(MOST)]
         first = [f"layer {n}" for n in dict.fromkeys(spread)]
         title, words = f"Learned: {parameter}", band_words(run).strip()
-        charts.append(line_chart(title, series, token_axis(run), y, _phase_marks(run), words, "half", first))
-    return element("div", charts, class_="grid") if charts else Markup("")
+        charts.append(line_chart(title, series, token_axis(run), y, marks, words, "half", first))
+    return element("div", charts, class_="grid", style="margin-top:22px") if charts else Markup("")
 
 
 def source_keys(run: Run) -> list[str]:

@@ -52,7 +52,7 @@ def wrong(config):
         ([Rope(), Rope(), Rope(), NoPE()], set()),
         ([Layer(Rope(), 8), Layer(Rope(), 8), Layer(Rope(), 8), Layer(NoPE())], {LLAMA_CPP, SGLANG}),
     ],
-    ids=str,
+    ids=lambda value: " ".join(sorted(value)) or "none" if isinstance(value, set) else str(value),
 )
 def test_the_runtimes_that_do_not_compute_an_export(encodings, runtimes):
     assert wrong(config(*encodings)) == runtimes
