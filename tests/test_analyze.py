@@ -244,7 +244,7 @@ def test_help_lists_every_study_in_a_line(capsys):
         (["--head-dim=1e9"], "head_dim is 1000000000"),
         (["--head-dim=64.5"], "--head-dim: '64.5' is not a whole number"),
         (["--head-dim=many"], "--head-dim: 'many' is not a number"),
-        (["--head-dim="], "--head-dim: '' is not a number"),
+        (["--head-dim="], "--head-dim is empty: give a value"),
         (["--cache-head-dim=-2"], "cache_head_dim is -2"),
         (["--base=1"], "base is 1.0; it must be above 1"),
         (["--base=nan"], "base is nan"),
@@ -264,7 +264,7 @@ def test_help_lists_every_study_in_a_line(capsys):
         (["--methods=yran"], "there is no 'yran'. Did you mean 'yarn'?"),
         (["--format=pgn"], "--format: 'pgn' cannot be written. Did you mean 'png'?"),
         (["--out=ftp://bucket/x"], "addresses begin with gs:// or s3://"),
-        (["--out=file"], "file/frequency_scaling.png cannot be written"),
+        (["--out=file"], "--out 'file' cannot be written (Not a directory)"),
         (["--out=file/inside"], "cannot be written"),
     ],
 )

@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -37,7 +38,10 @@ def test_the_commands_are_listed_and_run(capsys):
 
 def test_every_command_is_listed():
     package = Path(pe_lab.__file__).parent
-    assert {path.stem for path in package.glob("*.py") if "@command\n" in path.read_text()} == {*COMMANDS, "__main__"}
+    assert {path.stem for path in package.glob("*.py") if re.search("@(command|works_on)\n", path.read_text())} == {
+        *COMMANDS,
+        "__main__",
+    }
 
 
 def test_python_dash_m(tmp_path):

@@ -96,8 +96,8 @@ class PI(Scaling):
 
     factor: float
 
-    limits: ClassVar[Limits] = {  # exports write 1e30 for no rotation
-        "factor": (lambda x: 1 <= x <= 1e30, "it must be at least 1, and 1e30 at most.")
+    limits: ClassVar[Limits] = {  # exports write 1e30 for no rotation, which is a little more in float32
+        "factor": (lambda x: 1 <= x <= 1e31, "it must be at least 1, and 1e31 at most.")
     }
 
     def scale(self, inv_freq: np.ndarray, base: float, dim: int, length: int | None) -> Scaled:
@@ -274,8 +274,8 @@ class LongRope(Scaling):
         for field in ("short_factor", "long_factor"):
             table = tuple(getattr(self, field))
             object.__setattr__(self, field, table)  # JSON gives a list, which does not hash
-            bad = [x for x in table if not 1e-6 <= x <= 1e30]
-            require(not bad, f"LongRope.{field} holds {bad[:1]}; every number must lie in [1e-6, 1e30].")
+            bad = [x for x in table if not 1e-6 <= x <= 1e31]
+            require(not bad, f"LongRope.{field} holds {bad[:1]}; every number must lie in [1e-6, 1e31].")
 
     def scale(self, inv_freq: np.ndarray, base: float, dim: int, length: int | None) -> Scaled:
         for field in ("short_factor", "long_factor"):

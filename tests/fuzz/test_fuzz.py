@@ -15,7 +15,14 @@ from tiny_runs import REPOSITORY
 
 from pe_lab.errors import DataError
 
-EACH = {"checkpoint JSON": 10, "GGUF": 30, "config.json": 10, "safetensors": 40}  # those that take longer
+EACH = {
+    "checkpoint JSON": 10,
+    "GGUF": 30,
+    "config.json": 10,
+    "safetensors": 40,
+    "run": 6,
+    "sweep": 15,
+}  # those that take longer
 
 
 @pytest.mark.parametrize("name", KINDS)

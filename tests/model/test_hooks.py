@@ -17,6 +17,7 @@ from pe_lab.model.chunked_forward import ChunkedForward
 from pe_lab.parallel import AxisRules, make_mesh, use_mesh
 from pe_lab.positional import Encoding, Layer, Parameter, build_schedule, layer_hooks, layers, register
 from pe_lab.positional.hooks import call
+from pe_lab.positional.registry import ENCODINGS
 
 CONFIG = ModelConfig(vocab_size=64, layers=4, d_model=32, d_ff=64, heads=4, kv_heads=2, dtype="float32")
 CONFIG = dataclasses.replace(CONFIG, attention_chunk=8, attention="chunked")
@@ -252,16 +253,15 @@ def test_errors_of_pe_lab_keep_their_traceback_and_a_function_is_named():
         call(raises, "", 1)
 
 
-@register("raising_settings")
-@dataclass(frozen=True)
-class RaisingSettings(Encoding):
-    period: float = 1.0
+def test_settings_that_raise_are_named(monkeypatch):
+    @dataclass(frozen=True)
+    class RaisingSettings(Encoding):
+        period: float = 1.0
 
-    def __post_init__(self):
-        raise ZeroDivisionError(f"period {self.period}")
+        def __post_init__(self):
+            raise ZeroDivisionError(f"period {self.period}")
 
-
-def test_settings_that_raise_are_named():
+    monkeypatch.setitem(ENCODINGS, "raising_settings", RaisingSettings)
     with pytest.raises(UserError, match="RaisingSettings raised ZeroDivisionError: period 2.0 .* line [0-9]+: raise"):
         layers("rope/with=raising_settings:period=2", 1)
 

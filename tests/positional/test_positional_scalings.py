@@ -484,7 +484,7 @@ NAN = float("nan")
         (lambda: Yarn(2.0, 1024, attention_factor=0.0), "Yarn.attention_factor is 0.0; it must lie in [1e-6, 1e6]"),
         (lambda: Yarn(2.0, 1024, attention_factor=math.inf), "Yarn.attention_factor is inf"),
         (lambda: Yarn(1e308, 1024), "Yarn.factor is 1e+308; it must be at least 1, and below 2^31"),
-        (lambda: PI(1e31), "PI.factor is 1e+31; it must be at least 1, and 1e30 at most"),
+        (lambda: PI(1e32), "PI.factor is 1e+32; it must be at least 1, and 1e31 at most"),
         (lambda: Rope(base=1e308), "Rope.base is 1e+308; it must be above 1, and 1e18 at most"),
         (lambda: Llama3(high_freq_factor=1e25), "Llama3.high_freq_factor is 1e+25; it must be a number, 4,294"),
         (lambda: NTKByParts(0.5, 1024), "NTKByParts.factor is 0.5"),

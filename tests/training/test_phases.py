@@ -136,5 +136,5 @@ def test_a_qk_norm_is_fitted_alike_on_a_mesh(tmp_path):
 def test_a_logit_scale_that_is_no_number_is_refused():
     layer = Layer(NoPE())
     object.__setattr__(layer, "logit_scale", abs)  # Layer(...) itself checks its types, but only under test
-    with pytest.raises(UserError, match="Layer.logit_scale is <built-in .*must be above 0 and finite, or Beta"):
+    with pytest.raises(UserError, match="Layer.logit_scale is <built-in .*must lie in .*, or be Beta"):
         layer.__post_init__()

@@ -22,6 +22,7 @@ from pe_lab.errors import ConfigError
 from pe_lab.model import Model, Params
 from pe_lab.model.encoding_check import CONFIG, LENGTH, Check, check
 from pe_lab.positional import HOOKS, Layer, Rope, Schedule, build_schedule, has, label, layers
+from pe_lab.positional.codec import build
 from pe_lab.positional.registry import ENCODINGS
 from pe_lab.storage import write_file
 from pe_lab.terminal import Progress, console
@@ -57,7 +58,7 @@ def default_layers() -> tuple[list[Layer], list[str]]:
         if "original_length" in required:
             given["original_length"] = LENGTH
         if set(required) <= set(given):
-            found.append(Layer(kind(**given)))
+            found.append(Layer(build(kind, given, name)))
         else:
             left.append(name)
     return found + [layer for text in FURTHER for layer in layers(text, 1)], left
