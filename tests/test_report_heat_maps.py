@@ -109,7 +109,7 @@ def test_the_training_length_is_framed_in_every_row(page):
 
 
 def test_rope_yarn_and_the_dropped_model_are_in_sight_the_others_folded(page):
-    assert list(maps_of(page)) == ["RoPE", "RoPE + YaRN", "DroPE, paper's β", "RoPE + NTK", "DroPE"]
+    assert list(maps_of(page)) == ["RoPE", "RoPE + YaRN", "DroPE", "RoPE + NTK", "DroPE, paper's β"]
     section = page[page.index('id="depth"') : page.index('id="tasks"')]
     at = [section.index(table) for table in maps_of(page).values()]
     fold = section.index("<summary>The other variants</summary>")

@@ -2,8 +2,9 @@
 which variant is the best.
 
 At each length the dropped model is compared with the RoPE variant of the best score at that length, so the comparison
-favours RoPE. One variant of the dropped model is compared at all lengths, chosen before the scores are read: with the
-paper's beta, else with a fitted one, else as trained. A difference within 95% of the noise of both is a tie.
+favours RoPE. One variant of the dropped model is compared at all lengths, chosen before the scores are read: with a
+logit scale fitted on other text, which is the paper's procedure, else as trained. A difference within 95% of the noise
+of both is a tie.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ def _has(table: Table, cell: Cell) -> str:
 
 
 def _dropped(table: Table, column: Column) -> tuple[str, Cell] | None:
-    """The variant of the dropped model that is compared: with the paper's beta, else a fitted one, else as trained."""
+    """The variant of the dropped model that is compared: with a fitted logit scale, else as trained."""
     found = [item for item in table.column(column).items() if is_dropped(item[1].record)]
     chosen = [item for name in DROPPED for item in found if kind(item[1].record) == name]
     return next(iter([*chosen, *found]), None)

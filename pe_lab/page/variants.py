@@ -65,7 +65,8 @@ DEFINITIONS = {
     "NoPE": "Trained without any positional encoding from the first step; only the causal mask tells order.",
     "NoPE beta": "The NoPE model with attention logits multiplied by a fitted β(s).",
     "DroPE paper beta": "The same with a constant c that the DroPE paper reports: 0.412 for its models trained from "
-    "scratch, 0.103 for models dropped after an external pretraining. Nothing is fitted here.",
+    "scratch, 0.103 for models dropped after an external pretraining. Nothing is fitted here, so it is the constant of "
+    "another model.",
     "NoPE paper beta": "The NoPE model with the paper's β(s) = 1 + 0.412 ln s.",
 }
 

@@ -153,9 +153,9 @@ def test_only_rope_as_trained_is_named_beside_the_best():
 @pytest.mark.parametrize(
     ("measured", "chosen"),
     [
-        (("odd", "DroPE", "β", "paper"), "paper"),
-        (("odd", "DroPE", "β"), "β"),
-        (("odd", "DroPE"), "DroPE"),
+        (("odd", "DroPE", "β", "paper"), "β"),
+        (("odd", "DroPE", "paper"), "DroPE"),
+        (("odd", "paper"), "paper"),
         (("odd",), "odd"),
     ],
 )
