@@ -21,7 +21,8 @@ def check_name(what: str, name: str) -> None:
     """`ConfigError` for a name that a directory cannot have, or that leads out of the one above it."""
     if not name or name.startswith(".") or any(sign in "/\\" or not sign.isprintable() for sign in name):
         raise ConfigError(
-            f"{what} is {name!r}; a directory gets this name: give one without slashes, and no dot in front."
+            f"{what} is {name!r}; a directory gets this name: give one of printable characters, without slashes and "
+            "with no dot in front."
         )
 
 

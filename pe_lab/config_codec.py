@@ -54,13 +54,13 @@ def from_dict(kind: type, value: Any, where: str = "config") -> Any:
     hints = typing.get_type_hints(kind)
     value = getattr(kind, "of_earlier_versions", dict)(value)
     for key in value:
-        _check_name(key, hints, where)
+        _check_known(key, hints, where)
     made = kind(**{key: _convert(hints[key], item, f"{where}.{key}") for key, item in value.items()})
     check_bounds(made, where)
     return made
 
 
-def _check_name(key: Any, hints: Mapping[str, Any], where: str) -> None:
+def _check_known(key: Any, hints: Mapping[str, Any], where: str) -> None:
     if key not in hints:
         known = _ALIASES[key] if _ALIASES.get(key) in hints else str(key)
         raise ConfigError(f"{where} has no key '{key}'. {did_you_mean(known, list(hints))}")
@@ -79,7 +79,7 @@ def check_key(kind: type, key: str, where: str = "config") -> None:
             where, hint = f"{where}[{name}]", typing.get_args(hint)[0]
         elif dataclasses.is_dataclass(hint):
             hints = typing.get_type_hints(hint)
-            _check_name(name, hints, where)
+            _check_known(name, hints, where)
             where, hint = f"{where}.{name}", hints[name]
         else:
             return

@@ -22,6 +22,7 @@ from pe_lab.errors import ConfigError
 from pe_lab.evaluation.plan import parse_length
 from pe_lab.evaluation.targets import weight_shards
 from pe_lab.model import Model
+from pe_lab.output import work_on
 from pe_lab.parallel import AxisRules, make_mesh, start_processes, use_mesh
 from pe_lab.parallel.ahead_of_time import NoCompiler, compiler_name, topology_devices
 from pe_lab.parallel.topology import KNOWN, parse_topology
@@ -106,6 +107,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"--json={args.json}: there is no directory '{args.json.parent}'.")
     if args.json:
         check_place("--json", args.json, file=True)
+        work_on()
     if args.topology == "local":
         start_processes()
     else:

@@ -292,7 +292,8 @@ def main(argv: Sequence[str]) -> int:
     storage.remove_tree(measured_at(to))
     print(describe(schedule, after, split_layers(carried_parameters(parent, after)[0]["layers"])[1]))
     if args.drop and (rest := kept(after)):
-        advice = "; --drop=all leaves out what stands after with=" if args.drop != "all" and "with=" in rest else ""
+        more = args.drop == "encoding" and "with=" in rest
+        advice = "; --drop=all leaves out what stands after with=" if more else ""
         print(f"Kept in the layers without encoding: {rest}{advice}.")
     print(f"{where}: child of {parent.path}: {what}")
     return 0

@@ -52,6 +52,7 @@ class StopRequests:
         self.can_save = self.agreed = False
         self.raised = False
         self._first: tuple[int, float] | None = None  # the first signal, and when the thread read it
+        self.noticed = False  # the cloud takes the machine away, and will send SIGTERM itself
         self._again, self._own = False, 0  # whether to send the signal again, and how many were sent so
         self._agree: Any = None  # the handler of `jax.distributed`: processes agree on a step to stop at
 
@@ -119,7 +120,8 @@ class StopRequests:
                     continue
                 name, now = signal.Signals(number).name, time.monotonic()
                 if self._first is not None:
-                    if number == self._first[0] and now < self._first[1] + SAME_SECONDS:
+                    same = number == self._first[0] and now < self._first[1] + SAME_SECONDS
+                    if same or (self.noticed and number == signal.SIGTERM):
                         continue
                     tell_at_once(f"{name} again: leaving without saving")
                     os._exit(128 + number)
@@ -214,5 +216,7 @@ def _watch(key: str) -> None:
             continue
         if value in NOTICES[key]:
             tell_at_once(f"the metadata server says {key}={value}: this machine will be stopped")
+            if _active is not None:
+                _active.noticed = True
             os.kill(os.getpid(), signal.SIGTERM)
             return

@@ -25,7 +25,7 @@ from pe_lab.storage import (
     salvage_records,
     write_json,
 )
-from pe_lab.storage.manifest import sealed
+from pe_lab.storage.manifest import seal_broken, sealed
 from pe_lab.terminal import console
 from pe_lab.training.machine import Peak, versions
 from pe_lab.training.profiling import WAITS
@@ -200,7 +200,7 @@ def speed_text(speed: Mapping[str, Any]) -> str:
 
 def validation_text(losses: Mapping[str, float]) -> str:
     """`, validation 3.4193`, to follow a training loss; empty where nothing was validated."""
-    return f", validation {losses['validation_loss']:.4f}" if losses else ""
+    return f", validation {losses['validation_loss']:.4f}" if "validation_loss" in losses else ""
 
 
 def write_phase(
@@ -258,7 +258,7 @@ def mark_complete(directory: AnyPath, expected: Mapping[str, Any] | None = None)
     """Sets the status in phase.json of a process that died between its last checkpoint and this.
 
     Damaged logs are set aside, as they are where a phase is resumed, and metrics.jsonl is compared with its digest in
-    the last checkpoint, `expected`. Returns whether there is a phase.json.
+    the last checkpoint, `expected`. Returns whether there is a whole phase.json.
     """
     path, record = directory / PHASE_FILE, {"status": "complete"}
     if jax.process_index() == 0:
@@ -270,6 +270,9 @@ def mark_complete(directory: AnyPath, expected: Mapping[str, Any] | None = None)
                 console().print(told[0])
                 AppendedLog(directory / f"{name}.jsonl", logs[name]).close()
         record = salvage_json(path, console().print)
+        if record and seal_broken(record):
+            console().print(f"'{path}' is damaged, and is written anew")
+            record = {}
         found = _LogDigest()
         found.add(*logs["metrics"])
         if expected not in (None, found.value):

@@ -214,12 +214,12 @@ def _train_steps(work: _Work, start: Start, pipeline: Pipeline, rewinds: Rewinds
     times = StepTimes(ledger)
     left_out = pipeline.get_state().get("left_out", ())
     began = timer = time.perf_counter()
+    write_phase(run, phase, work.flops, work.peak, lineage, "running", started, 0.0)  # a phase is never logs alone
     with (
         contextlib.closing(PhaseLogs(directory, step, left_out, start.log, config)) as logs,
         Progress(work.out, phase.name, steps, step) as progress,
     ):
         ledger.reached(phase.name, logs.reached)
-        write_phase(run, phase, work.flops, work.peak, lineage, "running", started, 0.0)
         if rewinds.last is not None:
             _log(work, start, pipeline, logs, rewinds.last, rewinds.batches)
 

@@ -6,7 +6,6 @@ import contextlib
 import datetime
 import os
 import secrets
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ from pe_lab.config import Config, to_json
 from pe_lab.data.tokenizers import KIND_FILE, Tokenizer, load_saved_tokenizer, save_tokenizer
 from pe_lab.errors import CheckpointError, ConfigError, UserError, redacted
 from pe_lab.identity import MAY_CHANGE, changed, config_hash, identity, may_change
+from pe_lab.output import tell_at_once
 from pe_lab.parallel import all_values
 from pe_lab.storage import (
     AnyPath,
@@ -33,7 +33,7 @@ from pe_lab.storage import (
     salvage_json,
     write_json,
 )
-from pe_lab.storage.manifest import sealed
+from pe_lab.storage.manifest import seal_broken, sealed
 from pe_lab.terminal import console
 from pe_lab.training.machine import machine, versions
 
@@ -83,7 +83,8 @@ def saved_config(workdir: AnyPath) -> dict[str, Any] | None:
         return None
     path, found = workdir / RUN_FILE, None
     if exists(path):
-        found = (json_object(read_bytes(path)) or {}).get("config")
+        content = json_object(read_bytes(path)) or {}
+        found = None if seal_broken(content) else content.get("config")
     if not isinstance(found, dict):
         with contextlib.suppress(CheckpointError):
             found = next((stored_metadata(path).get("config") for path in find_checkpoints(workdir)[::-1]), None)
@@ -169,7 +170,7 @@ def working_alone(workdir: AnyPath, show: Callable[[str], None]) -> Iterator[Non
     """
 
     def stop(message: str) -> None:
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        tell_at_once(f"error: {message}")
         os._exit(os.EX_TEMPFAIL)  # nothing more may be written
 
     with contextlib.ExitStack() as stack:

@@ -107,7 +107,7 @@ def test_a_stop_lets_the_cell_save_and_it_goes_on_later(task, tmp_path):
     thread, found = in_thread(run_task, task(how="waits"), stop)
     wait_for(tmp_path / "a" / "ready")
     stop.requests = 1
-    thread.join(20)
+    thread.join(300)
     assert found == [Outcome(75)] and not has_failed(read_outcome(tmp_path, "a"))
     (tmp_path / "a" / "go").touch()
     assert run_task(task(how="waits"), Stop()) == Outcome(0) and len(starts(tmp_path)) == 2
@@ -118,7 +118,7 @@ def test_a_killed_cell_has_not_failed(task, tmp_path):
     thread, found = in_thread(run_task, task(how="waits"), stop)
     wait_for(tmp_path / "a" / "ready")
     stop.process.kill()
-    thread.join(20)
+    thread.join(300)
     assert found == [Outcome(-signal.SIGKILL, "ended by SIGKILL")] and not has_failed(read_outcome(tmp_path, "a"))
 
 
@@ -138,7 +138,7 @@ def test_two_sweeps_share_the_cells(task, tmp_path):
     tasks = [task(name) for name in "abcdef"]
     threads = [in_thread(Local(2).run, tasks, Stop(), lambda *_: None)[0] for _ in range(2)]
     for thread in threads:
-        thread.join(30)
+        thread.join(300)
     assert {name: len(starts(tmp_path, name)) for name in "abcdef"} == dict.fromkeys("abcdef", 1)
 
 
@@ -171,7 +171,7 @@ def test_a_cell_of_a_killed_sweep_is_waited_for(task, tmp_path):
         thread, found = in_thread(run_task, task(), Stop())
         time.sleep(0.3)
         assert not starts(tmp_path) and file_of(tmp_path, "a", "claim").exists()
-    thread.join(20)
+    thread.join(300)
     assert found == [Outcome(0)]
 
 

@@ -77,6 +77,25 @@ def test_learned_values_of_encodings_are_logged_by_layer_where_the_loss_is_valid
     assert "t5.table" in out and "ssmax.scale" in out  # `describe`, at the start
 
 
+def test_learned_values_are_logged_where_nothing_is_validated(tmp_path):
+    """A run of 2 steps: 3 s."""
+    (tmp_path / "a.txt").write_text("The grass is green. " * 200)
+    one = "[{'name': 'only', 'steps': 2, 'batch_size': 2, 'sequence_length': 16, 'positional': 'rope/with=ssmax'}]"
+    settings = {"data__sources": f"[{{'source': 'text:{tmp_path}/a.txt'}}]", "data__validation_fraction": 0.0}
+    settings |= {"data__cache_dir": str(tmp_path / "cache"), "phases__0__optimizer__warmup_steps": 1}
+    train(tiny(tmp_path / "recipe", phases=one, **settings), tmp_path / "run")
+    logged = records(tmp_path / "run/only/metrics.jsonl")
+    assert [r["step"] for r in logged if "learned/ssmax.scale/1" in r] == [0, 2] and "validation_loss" not in logged[0]
+
+
+def test_a_changed_description_of_a_phase_is_not_sealed_anew(config, copy):
+    path = copy / "pretrain" / "phase.json"
+    record = json.loads(path.read_text()) | {"status": "running", "sequence_length": 17}
+    path.write_text(json.dumps(record))
+    train(config, copy)
+    assert (found := json.loads(path.read_text()))["status"] == "complete" and found["sequence_length"] == 16
+
+
 def test_what_takes_long_before_the_first_step_is_told(tmp_path, capsys, monkeypatch):
     """Every ten seconds, here every hundredth of one. A run of 1 step: 3 s."""
     monkeypatch.setattr(terminal, "LINE_SECONDS", 0.01)

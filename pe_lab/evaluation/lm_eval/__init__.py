@@ -15,7 +15,7 @@ from typing import Any
 from pe_lab.errors import ConfigError, DataError, UserError
 from pe_lab.evaluation.lm_eval.adapter import adapter
 from pe_lab.evaluation.lm_eval.task_lists import by_hand
-from pe_lab.terminal import command
+from pe_lab.terminal import works_on
 
 __all__ = ["PeLabLM", "adapter", "main"]  # noqa: F822
 
@@ -27,7 +27,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-@command
+@works_on
 def main(argv: Sequence[str]) -> int:
     """The harness's own command line, with `--model pe_lab --batch_size auto` by default."""
     adapter()
