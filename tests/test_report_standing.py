@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from run_directories import make_run
+from run_directories import WINNING, make_run
 
-from pe_lab.analysis.runs import read_run, read_runs
+from pe_lab.analysis.comparison import paired_differences
+from pe_lab.analysis.runs import Phase, Run, read_run, read_runs
 from pe_lab.analysis.standing import former_models
-from pe_lab.page.document import build_page, headline, joint_headline
+from pe_lab.page.document import HOW_THE_VERDICT_IS_MADE, build_page, headline, joint_headline
 from pe_lab.page.run_section import work_out
 from pe_lab.results.unfinished import FOLDER, announced
+from pe_lab.storage.manifest import MANIFEST
 
 STEPS = (("pretrain", "rope(base=10000)", 60), ("recalibrate", "nope", 40))
 
@@ -97,6 +101,122 @@ def test_of_several_runs_those_with_a_caution_do_not_count(tmp_path):
     worked = [work_out(run) for run in read_runs([old, make_run(tmp_path, "new", phases=STEPS)])]
     assert joint_headline(worked).startswith("new: Without its positional encoding the model works")
     assert joint_headline(worked).endswith(" Left out, see its remarks: old.")
+
+
+ROPE = {key: value for key, value in WINNING.items() if key[0] == "RoPE"}
+
+
+def with_tokens(tokens, factors=(1, 2, 4, 8)):
+    def settings(record):
+        return record | {"settings": {"tokens": tokens if record["factor"] in factors else 65_536}}
+
+    return settings
+
+
+def test_runs_on_other_samples_are_not_compared(tmp_path):
+    """At 8× one of two runs has read other text: perplexities are compared at 4×, needles, which have not, at 8×."""
+    runs = [make_run(tmp_path, name, methods=ROPE, phases=STEPS) for name in ("one", "two")]
+    for run, tokens in zip(runs, (512, 65_536), strict=True):
+        rewrite(run, with_tokens(tokens, (8,)), ["perplexity"])
+    worked = [work_out(run) for run in read_runs(runs)]
+    assert not any(results.verdict.cautions for results in worked)
+    words = "Measured under different settings, so on different samples, and not compared: perplexity on stdlib at 8×."
+    found = joint_headline(worked)
+    assert "At 8× the training length one finds" in found and "At 4× the training length one has perplexity" in found
+    assert found.endswith(words) and build_page(read_runs(runs)).count(words) == 2  # in the title and at the tables
+    for run, tokens in zip(runs, (512, 65_536), strict=True):
+        rewrite(run, with_tokens(tokens), ["perplexity", "needles"])
+    found = joint_headline([work_out(run) for run in read_runs(runs)])
+    assert "perplexity 1" not in found and "lowest last validation loss of 2 runs" in found
+    assert found.endswith("compared: needles at 1×, 2×, 4× and 8×; perplexity on stdlib at 1×, 2×, 4× and 8×.")
+
+
+def test_a_dropped_model_and_rope_in_runs_apart_are_compared_on_the_same_samples(tmp_path):
+    dropped = {key: value for key, value in WINNING.items() if key[0] == "DroPE"}
+    runs = [make_run(tmp_path, name, methods=of, phases=STEPS) for name, of in (("rope", ROPE), ("drope", dropped))]
+    assert joint_headline([work_out(run) for run in read_runs(runs)]).startswith("Across runs: Without its positional")
+    rewrite(runs[0], with_tokens(512, (4, 8)), ["perplexity", "needles"])
+    rewrite(runs[1], with_tokens(65_536), ["perplexity", "needles"])
+    found = joint_headline([work_out(run) for run in read_runs(runs)])
+    assert "at 2× drope: DroPE, β finds" in found
+    assert found.endswith("not compared: needles at 4× and 8×; perplexity on stdlib at 4× and 8×.")
+
+
+def test_of_groups_the_members_are_compared_on_the_same_samples(tmp_path):
+    """The means of a group have the settings of its first member; the second one read other samples."""
+    groups = []
+    for name, seeds in (("one", (512, 65_536)), ("two", (512, 512))):
+        members = [make_run(tmp_path, name, directory=f"{name}-{n}", methods=ROPE, phases=STEPS) for n in range(2)]
+        for member, tokens in zip(members, seeds, strict=True):
+            rewrite(member, with_tokens(tokens), ["perplexity"])
+        runs = read_runs(members)
+        runs = [replace(run, info=run.info | {"config": {"seed": n}}) for n, run in enumerate(runs)]
+        groups.append(replace(runs[0], name=name, members=tuple(runs)))
+    assert [one.what for one in paired_differences(groups, ["perplexity", "needles"]) if one.column] == ["needles"] * 20
+    found = joint_headline([work_out(group) for group in groups])
+    assert "perplexity on stdlib at 1×, 2×, 4× and 8×." in found and "has perplexity" not in found
+
+
+def trained(name, losses, **info):
+    """A group of runs: {seed: the last validation loss}; of one seed a run."""
+    phase = {"phase": "pretrain", "sequence_length": 64, "status": "complete"} | info
+    runs = [
+        Run(f"{name}-{seed}", Path(name), {"config": {"seed": seed}},
+            [Phase("pretrain", phase, [{"step": 1, "validation_loss": loss}])], {}, [])
+        for seed, loss in losses.items()
+    ]  # fmt: skip
+    return replace(runs[0], name=name, members=tuple(runs) if len(runs) > 1 else ())
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("best", ["rope", "rope long"])
+def test_the_lowest_loss_is_below_the_next_whatever_their_names(best, order):
+    """In pairs 0.1 and 0.3: 0.2, with Student's t of one degree of freedom 12.706 · 0.1 = 1.271 to both sides."""
+    losses = {name: {1: 3.0, 2: 3.0} if name == best else {1: 3.1, 2: 3.3} for name in ("rope", "rope long")}
+    other = next(name for name in losses if name != best)
+    worked = [work_out(trained(name, losses[name])) for name in [*losses][::order]]
+    assert joint_headline(worked) == (
+        f"{best} has the lowest last validation loss of 2 groups of runs: 3.000, 0.200 [-1.071, 1.471] below {other} "
+        "in 2 pairs of seeds."
+    )
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "why"),
+    [
+        ({1: 3.0}, {2: 3.1}, "One seed each"),
+        ({1: 3.0, 2: 3.0}, {3: 3.1, 4: 3.1}, "They have no two finished seeds in common"),
+        ({1: 3.0, 2: 3.0}, {1: 3.1}, "They have no two finished seeds in common"),
+    ],
+)
+def test_why_the_luck_of_training_is_not_known(one, two, why):
+    found = joint_headline([work_out(trained("a", one)), work_out(trained("b", two))])
+    assert found.endswith(f"the next is b (3.100). {why}: the luck of training is not known.")
+
+
+def test_after_a_kill_the_log_is_ahead_of_the_checkpoint_that_was_measured(tmp_path):
+    """The log of recalibration has 40 steps, its newest checkpoint 30; an unfinished save of step 40 does not count."""
+    run = make_run(tmp_path, phases=STEPS, status="running")
+    for step in (20, 30, 40):
+        checkpoint = run / "recalibrate" / "checkpoints" / str(step)
+        checkpoint.mkdir(parents=True)
+        if step < 40:
+            (checkpoint / MANIFEST).write_text("{}")
+    rewrite(run, lambda record: record | {"step": {"pretrain": 60, "recalibrate": 30}[record["phase"]]})
+    assert work_out(read_run(run)).verdict.cautions == []
+    rewrite(run, lambda record: record | {"step": {"pretrain": 60, "recalibrate": 20}[record["phase"]]})
+    assert "recalibrate are of step 20; it has been trained to step 30 since." in str(
+        work_out(read_run(run)).verdict.cautions
+    )
+    about = {"models": [{"phase": "recalibrate", "step": 30}]}
+    assert former_models(read_run(run), about) == ""
+    info = json.loads((run / "recalibrate" / "phase.json").read_text())
+    (run / "recalibrate" / "phase.json").write_text(json.dumps(info | {"status": "complete"}))
+    assert "trained to step 40 since" in former_models(read_run(run), about)
+
+
+def test_the_words_on_the_verdict_are_those_of_the_code():
+    assert "at all lengths of a table" in HOW_THE_VERDICT_IS_MADE and "fitted to it" in HOW_THE_VERDICT_IS_MADE
 
 
 def test_a_study_of_a_former_step_says_so(tmp_path):

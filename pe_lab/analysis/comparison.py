@@ -10,6 +10,7 @@ from typing import Any
 from pe_lab.analysis.groups import SEEDS, flat, seeds_of
 from pe_lab.analysis.runs import Run
 from pe_lab.analysis.scores import build_tables
+from pe_lab.analysis.standing import mixed_lengths
 from pe_lab.results.paired import Difference, paired_t
 from pe_lab.results.records import as_dict, mappings
 from pe_lab.results.scores import Column, Table
@@ -177,8 +178,8 @@ def paired_scores(
 def paired_differences(runs: Sequence[Run], suites: Sequence[str]) -> list[Paired]:
     """Differences between groups that have at least two seeds in common, each against the first of `runs` that has.
 
-    In the last validation loss of seeds that have finished, and in each suite at each length: of the variants that
-    stand for the runs, then of every other variant that both have.
+    In the last validation loss of seeds that have finished, and in each suite at each length at which all read the same
+    samples: of the variants that stand for the runs, then of every other variant that both have.
     """
     groups = [run for run in runs if run.members]
     if len(groups) < 2:
@@ -214,10 +215,11 @@ def _in_suite(name: str, suite: str, first: Run, other: Run) -> list[Paired]:
 
             return score
 
+        mixed = mixed_lengths([found[source] for found in of_member.values() if source in found])
         stand_in = (representative(first, one), representative(other, two))
         both = [(label, label) for label in one.variants if label in two.variants]
         for mine, theirs in dict.fromkeys([stand_in, *both]):
-            for column in one.columns:
+            for column in (column for column in one.columns if column.key not in mixed):
                 cell = one.cell(mine, column)
                 if cell and (found := _of_members(first, other, read(str(mine), column), read(str(theirs), column))):
                     found = found if one.higher_is_better else _negative(found)  # losses, not their negatives

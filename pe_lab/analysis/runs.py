@@ -15,7 +15,8 @@ from pe_lab.results.formatting import shortened
 from pe_lab.results.records import Record, as_dict, mappings, number
 from pe_lab.results.unfinished import FOLDER
 from pe_lab.results.variants import EXTERNAL
-from pe_lab.storage import AnyPath, absolute, json_object, json_objects, log_exists, read_log
+from pe_lab.storage import AnyPath, absolute, children, is_file, json_object, json_objects, log_exists, read_log
+from pe_lab.storage.manifest import MANIFEST
 
 LARGEST = 2**53  # steps or tokens of a run; floats are exact up to here
 
@@ -25,12 +26,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase of training: `phase.json` and the records that it logged."""
+    """One phase of training: `phase.json`, the records that it logged, and the steps of its checkpoints."""
 
     name: str
     info: Record
     metrics: list[Record] = field(default_factory=list)
     speed: list[Record] = field(default_factory=list)
+    saved: tuple[int, ...] = ()  # steps of the checkpoints that are here, of a phase that is not complete
 
     @property
     def length(self) -> int | None:
@@ -251,7 +253,16 @@ def _read_phase(path: AnyPath, root: AnyPath, problems: list[str]) -> Phase:
             f"{shortened(str(value), 30)})."
         )
         metrics = [record for record in metrics if all(_is_count(record.get(name)) for name in ("step", "tokens"))]
-    return Phase(str(info.get("phase") or absolute(directory).name), info, metrics, speed)
+    # Behind the log of a phase that is being trained, or was killed. Of a complete one they are not asked for: a store
+    # answers for each.
+    saved = () if info.get("status") == "complete" else _saved_steps(directory / "checkpoints")
+    return Phase(str(info.get("phase") or absolute(directory).name), info, metrics, speed, saved)
+
+
+def _saved_steps(directory: AnyPath) -> tuple[int, ...]:
+    """The steps of the checkpoints in a directory, ascending. Not by `pe_lab.checkpoints`, which imports JAX."""
+    steps = [path for path in children(directory) if path.name.isascii() and path.name.isdecimal()]
+    return tuple(sorted(int(path.name) for path in steps if is_file(path / MANIFEST)))
 
 
 def _is_count(value: object) -> bool:

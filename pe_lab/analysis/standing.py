@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -51,6 +51,28 @@ def usable(run: Run, table: Table) -> Table:
     keys = {column_of(run, unit).key for unit in _missing_of(run, table.suite, table.source) if column_of(run, unit)}
     for member in run.members or (run,):
         keys |= _mixed_columns(member).get((table.suite, table.source), set())
+    return _without(table, keys)
+
+
+def comparable(runs: Sequence[Run], table: Table) -> Table:
+    """A table of several runs without the lengths at which they, or the members of a group, read different samples."""
+    return _without(table, mixed_lengths(_tables_of(runs, table.suite, table.source)))
+
+
+def not_compared(runs: Sequence[Run], tables: Iterable[Table]) -> str:
+    """A sentence on the lengths of tables of several runs that `comparable` leaves out; "" without any."""
+    parts = []
+    for table in tables:
+        kept = comparable(runs, table).columns
+        if lengths := [column.title for column in table.columns if column not in kept]:
+            where = f" on {table.source}" if table.source and table.source != table.suite else ""
+            parts.append(f"{table.suite}{where} at {listing(lengths)}")
+    why = "Measured under different settings, so on different samples, and not compared"
+    return f"{why}: {'; '.join(parts)}." if parts else ""
+
+
+def _without(table: Table, keys: Iterable[Hashable]) -> Table:
+    """A table without the lengths of these keys, and without the variants that have no other."""
     if not keys:
         return table
     columns = tuple(column for column in table.columns if column.key not in keys)
@@ -62,7 +84,13 @@ def usable(run: Run, table: Table) -> Table:
 
 
 def last_step(phase: Phase | None) -> float | None:
-    """The step that a phase was trained to by its log; None of a phase without one."""
+    """The step that an evaluation of a phase would measure; None if it is not known.
+
+    Of a phase that is not complete, that of its newest checkpoint: the log is ahead of it. Of any other, and where no
+    checkpoint is here, the last step of the log.
+    """
+    if phase and phase.saved:
+        return float(phase.saved[-1])
     return float(phase.steps_done) if phase and phase.steps_done else None
 
 
@@ -163,17 +191,26 @@ def _mixed(run: Run) -> Iterator[str]:
 
 def _mixed_columns(run: Run) -> dict[tuple[str, str], set[Hashable]]:
     """{(suite, source): the keys of lengths at which variants differ in the settings that choose the samples}."""
-    found = {}
-    for table in (table for suite in SETTINGS_OF for table in build_tables(suite, [run])):
-        chosen: dict[Hashable, set[str]] = {}
+    tables = [table for suite in SETTINGS_OF for table in build_tables(suite, [run])]
+    return {(table.suite, table.source): keys for table in tables if (keys := mixed_lengths([table]))}
+
+
+def mixed_lengths(tables: Sequence[Table]) -> set[Hashable]:
+    """The keys of lengths at which the cells of tables differ in the settings that choose the samples."""
+    chosen: dict[Hashable, set[str]] = {}
+    for table in tables if tables and tables[0].suite in SETTINGS_OF else ():
         for (_, key), cell in table.cells.items():
             settings = cell.record.get("settings")
             if isinstance(settings, dict):
                 common = {name: value for name, value in settings.items() if name not in OF_VARIANT}
                 chosen.setdefault(key, set()).add(json.dumps([common, cell.record.get("seed")], sort_keys=True))
-        if keys := {key for key, kinds in chosen.items() if len(kinds) > 1}:
-            found[table.suite, table.source] = keys
-    return found
+    return {key for key, kinds in chosen.items() if len(kinds) > 1}
+
+
+def _tables_of(runs: Sequence[Run], suite: str, source: str) -> list[Table]:
+    """The tables of a suite and source of each run; of a group those of its members: a mean has one's settings."""
+    members = [member for run in runs for member in run.members or (run,)]
+    return [table for member in members for table in build_tables(suite, [member]) if table.source == source]
 
 
 def _some(names: list[str]) -> str:

@@ -2,9 +2,9 @@
 which variant is the best.
 
 At each length the dropped model is compared with the RoPE variant of the best score at that length, so the comparison
-favours RoPE. One variant of the dropped model is compared at all lengths, chosen before the scores are read: with a
-logit scale fitted on other text, which is the paper's procedure, else as trained. A difference within 95% of the noise
-of both is a tie.
+favours RoPE. One variant of the dropped model is compared at all lengths of a table, and its score has no part in the
+choice: it is the one measured at most lengths past training, and of several the one with a logit scale fitted on other
+text, which is the paper's procedure, else as trained. A difference within 95% of the noise of both is a tie.
 """
 
 from __future__ import annotations
@@ -110,11 +110,11 @@ def judge(needles: Table | None, perplexity: Table | None, source: str = "") -> 
 
 def duels(table: Table) -> list[Duel]:
     """A duel for each length at which both sides were measured."""
-    result = []
-    for column in table.columns:
-        ours, theirs = _dropped(table, column), _best(table, column, is_rotary)
+    result, label = [], _dropped(table)
+    for column in table.columns if label else ():
+        ours, theirs = table.cell(label, column), _best(table, column, is_rotary)
         if ours and theirs:
-            result.append(Duel(column, *ours, *theirs, compare(ours[1], theirs[1])))
+            result.append(Duel(column, label, ours, *theirs, compare(ours, theirs[1])))
     return result
 
 
@@ -139,11 +139,20 @@ def _has(table: Table, cell: Cell) -> str:
     return f"has perplexity {cell.shown}" if table.suite == "perplexity" else f"scores {cell.shown}"
 
 
-def _dropped(table: Table, column: Column) -> tuple[str, Cell] | None:
-    """The variant of the dropped model that is compared: with a fitted logit scale, else as trained."""
-    found = [item for item in table.column(column).items() if is_dropped(item[1].record)]
-    chosen = [item for name in DROPPED for item in found if kind(item[1].record) == name]
-    return next(iter([*chosen, *found]), None)
+def _dropped(table: Table) -> str | None:
+    """The variant of the dropped model that is compared at all lengths; None without one.
+
+    The one measured at most of the lengths past the training length at which RoPE was measured, so that no length is
+    left out for the sake of a variant. Of several, the first of `DROPPED`.
+    """
+    found = [(str(label), kind(record)) for label, record in table.variants.items() if is_dropped(record)]
+    chosen = [label for name in DROPPED for label, its in found if its == name]
+    past = [column for column in table.columns if column.key > 1 and _best(table, column, is_rotary)]
+
+    def lengths(label: str) -> int:
+        return sum(table.cell(label, column) is not None for column in past)
+
+    return max([*chosen, *(label for label, _ in found)], key=lengths, default=None)  # the first of equals
 
 
 def _best(table: Table, column: Column, wanted: Callable[[Record], bool]) -> tuple[str, Cell] | None:
@@ -335,12 +344,13 @@ def _at_training_length(judged: Sequence[tuple[Table, list[Duel]]]) -> str | Non
 
 def _against_other_schemes(table: Table) -> str | None:
     """The dropped model beside models that never had RoPE (NoPE from scratch, ALiBi), at the longest length."""
-    for column in reversed(table.columns):
-        dropped = _dropped(table, column)
+    label = _dropped(table)
+    for column in reversed(table.columns if label else ()):
+        ours = table.cell(label, column)
         other = _best(table, column, lambda record: not is_rotary(record) and not is_dropped(record))
-        if not dropped or not other:
+        if not ours or not other:
             continue
-        (label, ours), (rival, theirs) = dropped, other
+        rival, theirs = other
         words = {"win": "ahead of", "loss": "behind", "tie": "within the noise of"}[compare(ours, theirs)]
         unit = "needles" if "accuracy" in ours.record else "perplexity"
         return (

@@ -239,23 +239,34 @@ class Evaluation:
 
     def _settings(self, unit: Unit) -> Record:
         """The settings that a record's numbers depend on; a record under other settings is measured again."""
-        settings, given, method = self.plan.settings, {"protocol": perplexity.SUITE.protocol}, unit.variant.method
+        settings, method = self.plan.settings, unit.variant.method
+        given: Record = {"protocol": perplexity.SUITE.protocol}
         coefficient = paper_coefficient(unit.variant.subject.lineage)
         if method == "paper beta" and coefficient != PAPER_COEFFICIENT:
             given["coefficient"] = coefficient
-        text = {"longest": perplexity.tile_of(self.plan.lengths, settings.tokens)}
-        text |= {"tokens": settings.tokens, "fit_tokens": settings.fit_tokens}
-        text["data"] = [self._fingerprint(i) for i in self._text]
+        if unit.suite == "beta":
+            return given | self._text_settings(self._text)
+        if method == "beta":
+            given["fit"] = self._text_settings(self._text)
         if unit.suite == "needles":
-            given |= {
+            return given | {
                 "protocol": needles.SUITE.protocol,
                 "windows": settings.needle_windows,
                 "data": self._fingerprint(unit.source),
             }
-            return given | ({"fit": text} if method == "beta" else {})
-        if method == "cropped" or (unit.suite == "perplexity" and self.plan.stride):
+        if method == "cropped" or self.plan.stride:
             given["stride"] = self._stride(unit.variant)
-        return given | text
+        return given | self._text_settings([unit.source])
+
+    def _text_settings(self, sources: Sequence[int]) -> Record:
+        """What chooses the tokens to score and those to fit on, of these sources of text."""
+        settings = self.plan.settings
+        return {
+            "tile": [self._held_out(i).tile for i in sources],
+            "tokens": settings.tokens,
+            "fit_tokens": settings.fit_tokens,
+            "data": [self._fingerprint(i) for i in sources],
+        }
 
     def _fingerprint(self, source: int) -> Any:
         found = self.mixture.sources[source].fingerprint

@@ -16,6 +16,7 @@ from pe_lab.analysis.comparison import (
 from pe_lab.analysis.groups import seed_words, spread
 from pe_lab.analysis.runs import Run
 from pe_lab.analysis.scores import build_tables
+from pe_lab.analysis.standing import not_compared
 from pe_lab.page import loss_charts, provenance
 from pe_lab.page.markup import Markup, element, folded, note, text
 from pe_lab.page.score_charts import score_chart
@@ -50,6 +51,9 @@ def comparison_parts(runs: Sequence[Run]) -> list[object]:
         task_charts += [chart for one in asked if (chart := _score_comparison(runs, one))]
         styles = {label: style for one in asked for label, style in comparison_styles(one).items()}
         tasks += suite_parts(suite, asked, styles, 3, charts=False)
+    scored = [one for suite in SCORED for one in build_tables(suite, runs)]
+    if words := not_compared(runs, scored):
+        parts.append(note(words))
     if grids:
         words = f"Rows are variants of each run, columns are sequence lengths. {marks(runs)}; deeper green is better."
         parts.append(element("p", words, class_="soft"))

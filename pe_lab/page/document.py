@@ -11,6 +11,7 @@ from pe_lab.analysis.comparison import last_losses, paired_differences, paired_s
 from pe_lab.analysis.groups import pooled, spread
 from pe_lab.analysis.runs import Run
 from pe_lab.analysis.scores import build_tables
+from pe_lab.analysis.standing import comparable, not_compared
 from pe_lab.analysis.verdict import best_headline, judge
 from pe_lab.page import file_script, provenance, study_script
 from pe_lab.page.comparison import comparison_parts, members_part, paired_sentence
@@ -29,11 +30,12 @@ MANY = 40  # runs on a page of which each has all of its sections
 SHORT = ("results", "tasks", "caveats")  # the sections of each run on a page of more
 READ = ("#read", "How to read this")
 HOW_THE_VERDICT_IS_MADE = (
-    "At each length the dropped model (with β where that was measured) is compared with the best RoPE variant at that "
-    "length, cropping included, so the comparison favours RoPE. It wins or loses there if the difference exceeds 1.96 "
-    "standard errors of the two together, and ties otherwise. Of several seeds, a standard error is half of their "
-    "interval (Student's t) over 1.96. Lengths up to the training length do not enter the "
-    "headline."
+    "At each length the dropped model is compared with the best RoPE variant at that length, cropping included, so the "
+    "comparison favours RoPE. One variant of the dropped model is compared at all lengths of a table: the one measured "
+    "at most lengths past training; of several, with a β that was fitted to it, else as trained, else with the paper's "
+    "β. It wins or loses at a length if the difference exceeds 1.96 standard errors of the two together, and ties "
+    "otherwise. Of several seeds, a standard error is half of their interval (Student's t) over 1.96. Lengths up to "
+    "the training length do not enter the headline."
 )
 
 
@@ -151,7 +153,10 @@ def joint_headline(worked: Sequence[Results]) -> str:
         )
     runs = [results.run for results in sound]
     if len({run.training_length for run in runs}) == 1:
-        first = [next((one for one in build_tables(suite, runs) if one.cells), None) for suite in SCORED]
+        whole = [next((one for one in build_tables(suite, runs) if one.cells), None) for suite in SCORED]
+        if words := not_compared(runs, filter(None, whole)):
+            left_out = f" {words}{left_out}"
+        first = [one and comparable(runs, one) for one in whole]
         verdict = judge(*first)
         if verdict.tone != "missing":
             return f"Across runs: {verdict.headline}{left_out}"
@@ -174,20 +179,18 @@ def _best_of(runs: Sequence[Run], tables: Sequence[Table], what: str) -> str:
             sentences.append(best_headline([replace(some, columns=common)], what, paired))
     if sentences:
         return " ".join(sentences)
-    losses = {run.name: spread(values) for run in runs if (values := last_losses(run))}
+    losses = [(spread(values), run) for run in runs if (values := last_losses(run))]
     if len(losses) < len(runs):
         return ""
-    (name, best), (other, theirs), *_ = sorted(losses.items(), key=lambda item: item[1].mean)
-    start = f"{name} has the lowest last validation loss of {len(runs)} {what}: {best.mean:.3f}"
-    found = next((one for one in paired_differences([run for run in runs if run.name in (name, other)], ())), None)
+    (best, run), (theirs, other), *_ = sorted(losses, key=lambda item: item[0].mean)
+    start = f"{run.name} has the lowest last validation loss of {len(runs)} {what}: {best.mean:.3f}"
+    found = next(iter(paired_differences([run, other], ())), None)  # the loss of the next less that of the best
     if found is None:
-        return f"{start}; the next is {other} ({theirs.mean:.3f}). One seed each: the luck of training is not known."
-    sign = 1 if found.name.startswith(f"{other} ") else -1
-    low, high = sorted(sign * value for value in found.difference[1:3])
-    count = found.difference.count
-    return (
-        f"{start}, {sign * found.difference.mean:.3f} [{low:.3f}, {high:.3f}] below {other} in {count} pairs of seeds."
-    )
+        several = run.members or other.members
+        pairs = "They have no two finished seeds in common" if several else "One seed each"
+        return f"{start}; the next is {other.name} ({theirs.mean:.3f}). {pairs}: the luck of training is not known."
+    mean, low, high = (f"{value:.3f}" for value in found.difference[:3])
+    return f"{start}, {mean} [{low}, {high}] below {other.name} in {found.difference.count} pairs of seeds."
 
 
 def _how_to_read(worked: Sequence[Results]) -> Markup:

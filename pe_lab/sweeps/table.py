@@ -15,7 +15,7 @@ from pe_lab.analysis.scores import build_tables, label_of
 from pe_lab.analysis.standing import cautions, is_former
 from pe_lab.errors import ConfigError, did_you_mean
 from pe_lab.results.paired import Difference, holm
-from pe_lab.results.records import number
+from pe_lab.results.records import Record, number
 from pe_lab.sweeps.cells import Cell, Sweep
 from pe_lab.sweeps.grid import label, plain, short_keys, split_values
 from pe_lab.sweeps.state import is_trained, phases_of
@@ -83,7 +83,8 @@ def collect(sweep: Sweep) -> list[CellRecord]:
     for cell, run in zip(cells, read_runs([sweep.directory / cell.name for cell in cells]), strict=True):
         planned, remarks = _as_planned(run, phases_of(cell)), cautions(run)
         if planned is not run:
-            remarks = ["It has been trained for longer; its numbers are those of the steps that the sweep asked for."]
+            longer = "It has been trained for longer; its numbers are those of the steps that the sweep asked for."
+            remarks = [longer, *cautions(planned)]
         scores, higher = _scores(planned)
         remarks = tuple(f"{cell.name}: {remark}" for remark in remarks)
         found.append(CellRecord(cell, run, {**_losses(planned), **scores}, higher, remarks))
@@ -101,11 +102,12 @@ def _as_planned(run: Run, steps: Mapping[str, int]) -> Run:
         metrics = [record for record in phase.metrics if (number(record, "step") or 0) <= end]
         asked = {"steps": end} if math.isfinite(end) else {}
         phases.append(replace(phase, metrics=metrics, info={**phase.info, **asked}))
-    evaluation = {
-        suite: [one for one in records if (number(one, "step") or 0) <= most.get(str(one.get("phase")), math.inf)]
-        for suite, records in run.evaluation.items()
-    }
-    return replace(run, phases=phases, evaluation=evaluation)
+
+    def asked_for(records: Iterable[Record]) -> list[Record]:
+        return [one for one in records if (number(one, "step") or 0) <= most.get(str(one.get("phase")), math.inf)]
+
+    evaluation = {suite: asked_for(records) for suite, records in run.evaluation.items()}
+    return replace(run, phases=phases, evaluation=evaluation, plans=[asked_for(plan) for plan in run.plans])
 
 
 def _losses(run: Run) -> dict[str, float]:

@@ -165,6 +165,20 @@ def test_one_variant_stands_for_the_dropped_model_whatever_its_score(measured, c
     assert duel.label == chosen and duel.rival == "RoPE"
 
 
+@pytest.mark.parametrize(
+    ("fitted", "plain", "chosen"),
+    [
+        ({2: 0.5}, {2: 0.4, 4: 0.4}, {2: "DroPE", 4: "DroPE"}),  # so that 4× has a duel, and of the same variant
+        ({2: 0.1, 4: 0.1}, {2: 0.9, 4: 0.9}, {2: "β", 4: "β"}),
+        ({2: 0.1, 4: 0.1}, {1: 0.9, 2: 0.9, 4: 0.9, 8: 0.9}, {2: "β", 4: "β"}),  # 1× is no test, and 8× has no RoPE
+    ],
+)
+def test_one_variant_stands_for_the_dropped_model_at_all_lengths(fitted, plain, chosen):
+    rope = {1: 0.2, 2: 0.2, 4: 0.2}
+    ((_, found),) = judge(scores("needles", {"RoPE": rope, "β": fitted, "DroPE": plain}), None).duels
+    assert {duel.column.key: duel.label for duel in found} == chosen
+
+
 def test_a_length_of_one_side_alone_is_no_duel():
     values = {"RoPE": {1: 0.5, 2: 0.5}, "DroPE": {1: 0.5, 4: 0.5}}
     found = judge(scores("needles", values), None)

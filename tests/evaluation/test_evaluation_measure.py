@@ -309,6 +309,36 @@ def test_what_lengths_do_not_share_is_told(data, tmp_path):
     assert any("Of each 37 tokens, 5 at 16 are not scored" in sentence for sentence in made.skipped)
 
 
+def test_records_have_the_tile_of_their_text(data, tmp_path):
+    """The text has one tile of the least common multiple of the lengths, so that tiles have the longest length."""
+    longest = (len(pp.held_out_tokens(data, 0, 10**6)) - 1) // 3
+    common = 2 * (longest // 2)  # with half of it: a multiple of both
+    settings = dataclasses.replace(tiny.SETTINGS, tokens=10**6)
+    plan = dict(suites=("perplexity",), methods=("as trained",), settings=settings)
+
+    def tile(lengths, directory):
+        made = evaluation(data, directory, subjects(data)[:1], lengths=lengths, **plan)
+        return [made._settings(unit)["tile"] for unit in made.units]
+
+    assert tile((common // 2, common), tmp_path) == [[common]] * 2
+    odd = (common - 1, common)  # their multiple is longer than the text, and not than the tokens asked for
+    assert pp.tile_of(odd, 10**7) > 3 * common
+    settings = dataclasses.replace(tiny.SETTINGS, tokens=10**7)
+    plan["settings"] = settings
+    assert tile(odd, tmp_path) == [[common]] * 2
+
+
+def test_a_loss_does_not_depend_on_the_other_texts(data, tmp_path):
+    """Its settings are those of its own text; those of a fitted scale are of all."""
+    more = tiny.corpus(tmp_path / "more", 4000).sources[0]
+    both = dataclasses.replace(data, sources=(data.sources[0], more))
+    plan = dict(suites=("perplexity",), lengths=(16, 32), methods=("as trained", "beta"))
+    made = [evaluation(of, tmp_path / "out", subjects(data)[1:], **plan) for of in (data, both)]
+    one, two = ({(u.variant.method, u.source): m._settings(u) for u in m.units} for m in made)
+    assert one["as trained", 0] == two["as trained", 0] != two["as trained", 1]
+    assert one["beta", 0] != two["beta", 0] and len(two["beta", 0]["fit"]["data"]) == 2
+
+
 @pytest.mark.parametrize(
     ("text", "lengths"),
     [

@@ -9,6 +9,7 @@ import pytest
 from tiny_runs import write_recipe
 
 from pe_lab.errors import ConfigError
+from pe_lab.results.unfinished import announced
 from pe_lab.sweeps import collect, make_sweep, save_sweep, summarize
 from pe_lab.sweeps.results import shown, write_results
 
@@ -137,6 +138,23 @@ def test_a_cell_that_was_trained_for_longer_counts_with_the_steps_of_the_sweep(s
         file.write(json.dumps({**late, "nll": 0.1}) + "\n")
     assert {one.cell.name: one.metrics for one in collect(sweep)} == before
     assert f"{run.name}: It has been trained for longer" in shown(summarize(sweep, collect(sweep)))
+
+
+def test_a_cell_that_was_trained_for_longer_says_what_its_evaluation_lacks(sweep):
+    """Of the evaluation of step 20 needles are missing. That of step 40, which is not complete either, is no part."""
+    run = sweep.directory / collect(sweep)[0].cell.name
+    info = json.loads((run / "only" / "phase.json").read_text())
+    (run / "only" / "phase.json").write_text(json.dumps(info | {"steps": 40}))
+    with (run / "only" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 40, "loss": 0.5, "tokens": 5120}\n')
+    for step in (20, 40):
+        unit = {"suite": "needles", "source": "needles", "label": "DroPE", "phase": "only", "step": step, "length": 32}
+        with pytest.raises(KeyboardInterrupt), announced(run / "evaluation", [unit]):
+            raise KeyboardInterrupt
+    first = collect(sweep)[0]
+    longer, missing = first.remarks
+    assert "It has been trained for longer" in longer and "1 of 1 measurements are missing" in missing
+    assert "log perplexity stdlib (RoPE) at 32" in first.metrics
 
 
 def test_scores_of_a_former_step_are_no_metric(sweep):
