@@ -309,23 +309,18 @@ def test_what_lengths_do_not_share_is_told(data, tmp_path):
     assert any("Of each 37 tokens, 5 at 16 are not scored" in sentence for sentence in made.skipped)
 
 
-def test_records_have_the_tile_of_their_text(data, tmp_path):
-    """The text has one tile of the least common multiple of the lengths, so that tiles have the longest length."""
-    longest = (len(pp.held_out_tokens(data, 0, 10**6)) - 1) // 3
-    common = 2 * (longest // 2)  # with half of it: a multiple of both
-    settings = dataclasses.replace(tiny.SETTINGS, tokens=10**6)
+def test_the_tile_that_was_used_tells_records_apart(data, tmp_path):
+    """The least common multiple is six units both times, and the text has one such tile. Tiles of the first evaluation
+    fall back to its longest length, three units; of the second the multiple is the longest length."""
+    unit = len(pp.held_out_tokens(data, 0, 10**6)) * 4 // 5 // 6
+    settings = dataclasses.replace(tiny.SETTINGS, tokens=12 * unit)
     plan = dict(suites=("perplexity",), methods=("as trained",), settings=settings)
-
-    def tile(lengths, directory):
-        made = evaluation(data, directory, subjects(data)[:1], lengths=lengths, **plan)
-        return [made._settings(unit)["tile"] for unit in made.units]
-
-    assert tile((common // 2, common), tmp_path) == [[common]] * 2
-    odd = (common - 1, common)  # their multiple is longer than the text, and not than the tokens asked for
-    assert pp.tile_of(odd, 10**7) > 3 * common
-    settings = dataclasses.replace(tiny.SETTINGS, tokens=10**7)
-    plan["settings"] = settings
-    assert tile(odd, tmp_path) == [[common]] * 2
+    found = []
+    for lengths in ((2 * unit, 3 * unit), (2 * unit, 6 * unit)):
+        assert pp.tile_of(lengths, settings.tokens) == 6 * unit
+        made = evaluation(data, tmp_path, subjects(data)[:1], lengths=lengths, **plan)
+        found.append(made._settings(made.units[0]))
+    assert found[0] != found[1] and [one["tile"] for one in found] == [[3 * unit], [6 * unit]]
 
 
 def test_a_loss_does_not_depend_on_the_other_texts(data, tmp_path):
