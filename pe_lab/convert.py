@@ -20,8 +20,8 @@ from pe_lab.checkpoints.families import FAMILIES, leaf_paths
 from pe_lab.checkpoints.hf_export import DTYPES, Export, plan_export, write_huggingface
 from pe_lab.checkpoints.locating import DIRECTORY
 from pe_lab.checkpoints.native import write_checkpoint
-from pe_lab.checkpoints.parity import Verdict, compare, find_python, fits_twice
-from pe_lab.checkpoints.rope_parameters import served_length
+from pe_lab.checkpoints.parity import LAST_POSITION, Verdict, compare, find_python, fits_twice
+from pe_lab.checkpoints.rope_parameters import declared_length
 from pe_lab.checkpoints.runtimes import report
 from pe_lab.checkpoints.source import Source, nested
 from pe_lab.data.tokenizers import Tokenizer, check_vocabulary, export_tokenizer, load_tokenizer, save_tokenizer
@@ -187,11 +187,14 @@ def _token_ids(tokenizer: Tokenizer, config: dict[str, Any]) -> dict[str, Any]:
     """The ids that begin, end and pad a sequence, by their keys in `config.json` and `generation_config.json`."""
     vocabulary = config["vocab_size"]
     ends = [id for id in tokenizer.stop_ids if id < vocabulary]
-    pad = tokenizer.encode_prompt(tokenizer.companions.named.get("pad_token", ""), add_special_tokens=False)
+    name = tokenizer.companions.named.get("pad_token", "")
+    pad = tokenizer.encode_prompt(name, add_special_tokens=False)
+    # One that is not in the vocabulary may have the id of unknown characters.
+    known = len(pad) == 1 and pad[0] < vocabulary and tokenizer.decode(pad, skip_special_tokens=False) == name
     return {
         "bos_token_id": tokenizer.bos_id,
         "eos_token_id": ends[0] if len(ends) == 1 else ends,
-        "pad_token_id": int(pad[0]) if len(pad) == 1 and pad[0] < vocabulary else None,
+        "pad_token_id": int(pad[0]) if known else None,
     }
 
 
@@ -203,7 +206,7 @@ def _write_generation(config: dict[str, Any], tokenizer: Tokenizer | None, direc
     if tokenizer is not None:
         export_tokenizer(tokenizer, directory)
         settings = json.loads((directory / CONFIGURATION).read_bytes())
-        write_json(directory / CONFIGURATION, {**settings, "model_max_length": served_length(config)})
+        write_json(directory / CONFIGURATION, {**settings, "model_max_length": declared_length(config)})
     given = directory / GENERATION
     sampling = json.loads(given.read_bytes()) if given.exists() else {"do_sample": False}
     write_json(given, {**sampling, **{key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}})
@@ -250,6 +253,8 @@ def _check_parity(
             )
     listed = "; ".join(map(str, verdicts))
     print(f"Logits compared with transformers': {listed}; {time.monotonic() - started:.0f} s.")
+    if verdicts[-1].last == LAST_POSITION:
+        print(f"Not compared: positions beyond {LAST_POSITION:,}, where transformers' rounding of angles hides more.")
 
 
 @contextmanager

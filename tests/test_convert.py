@@ -1,5 +1,6 @@
 """`python -m pe_lab.convert`: import, edit, export; the parity check; training and surgery from external weights."""
 
+import argparse
 import dataclasses
 import json
 import stat
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from checkpoints.external import DATA, NAMES, Memory, copy_of, golden, logits, read_tensors
 from tiny_runs import arrays, compilations_kept, tiny, train  # noqa: F401
 from transformers_environments import tokenize
@@ -20,6 +22,8 @@ from pe_lab.checkpoints.hf_export import plan_export, write_huggingface
 from pe_lab.config import ModelConfig
 from pe_lab.convert import main
 from pe_lab.data.tokenizers import ByteTokenizer, check_vocabulary, export_tokenizer
+from pe_lab.data.tokenizers.companions import Companions
+from pe_lab.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from pe_lab.errors import CheckpointError
 from pe_lab.model import Model
 from pe_lab.positional import Layer, NoPE, Rope, build_schedule, drop
@@ -98,6 +102,17 @@ def test_generation_reads_the_same_ids_and_length_everywhere(tmp_path, capsys):
     assert generation["do_sample"] is True and generation["top_p"] == 0.9  # of the checkpoint
     assert config["max_position_embeddings"] == tokenizer["model_max_length"] == 4096
     assert tokenizer["model_input_names"] == ["input_ids", "attention_mask"]
+
+
+@pytest.mark.parametrize(("pad", "id"), [("b", 3), ("<unk>", 0), ("é", None), ("ab", None)])
+def test_a_token_that_pads_is_one_of_the_vocabulary(pad, id):
+    """Characters that a tokenizer does not know have one id as well, that of unknown ones."""
+    vocabulary = {"<unk>": 0, "</s>": 1, "a": 2, "b": 3}
+    characters = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="<unk>"))
+    characters.add_special_tokens(["<unk>", "</s>"])
+    settings = {"tokenizer_config.json": json.dumps({"eos_token": "</s>", "pad_token": pad}).encode()}
+    tokenizer = HuggingFaceTokenizer(characters.to_str(), Companions("t", settings))
+    assert convert._token_ids(tokenizer, {"vocab_size": 4})["pad_token_id"] == id
 
 
 @pytest.mark.slow
@@ -230,6 +245,17 @@ def test_the_parity_check_covers_positions_beyond_the_training_length(fake, tmp_
     assert near.tolist() == list(range(64))
     assert (np.diff(far) > 0).all() and far[0] == 0 and 2 * 8192 - 2 <= far[-1] < 2 * 8192 + 2
     assert parity.compared_positions(4)[1][-1] == 126  # longer than the other in any case
+
+
+def test_the_parity_check_ends_where_rounding_would_hide_a_wrong_scaling(capsys):
+    far = parity.compared_positions(2**20)[1]
+    assert far[-1] == parity.LAST_POSITION == 131_072 and (np.diff(far) > 0).all()
+    assert not parity.Verdict(difference=0.02, largest=1.0, agreement=1.0, last=int(far[-1])).passed
+    verdicts = [parity.Verdict(0.0, 1.0, 1.0, last) for last in (63, 131_072)]
+    for judged, shown in ((verdicts, True), (verdicts[:1], False)):
+        options = argparse.Namespace(parity="require")
+        convert._check_parity(options, "python", Model(ModelConfig(vocab_size=8)), lambda python, judged=judged: judged)
+        assert ("Not compared: positions beyond 131,072" in capsys.readouterr().out) == shown
 
 
 def test_a_failure_of_transformers_is_one_line(fake, tmp_path, capsys):

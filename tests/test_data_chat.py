@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pe_lab.config import DataConfig, SourceConfig
-from pe_lab.data.chat import encode_chat
+from pe_lab.data.chat import chat_fingerprint, encode_chat
 from pe_lab.data.held_out import validation_batches
 from pe_lab.data.mixture import open_mixture
 from pe_lab.data.pipeline import build_pipeline
@@ -109,6 +109,21 @@ TEMPLATES = {
 def test_answers_are_found_in_templates_without_marks(with_template, name):
     template, expected = TEMPLATES[name]
     assert learned(with_template(template)) == expected
+
+
+def test_the_fingerprint_of_chats_has_the_settings_that_change_them(with_template, tmp_path):
+    tokenizer = with_template(CHATML)
+    plain = chat_fingerprint(tokenizer)
+    settings = dict(tokenizer.companions.configuration)
+    gpt2 = {"tokenizer_class": "GPT2Tokenizer"}
+    others = [{"split_special_tokens": True}, gpt2, gpt2 | {"add_prefix_space": True}, {"legacy": False}]
+    found = {plain}
+    for more in others:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | more))
+        found.add(chat_fingerprint(load_tokenizer(f"hf:{tmp_path}")))
+    assert len(found) == 1 + len(others)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": 7, "legacy": None}))
+    assert chat_fingerprint(load_tokenizer(f"hf:{tmp_path}")) == plain
 
 
 def sentencepiece_tokenizer(**settings):

@@ -153,6 +153,22 @@ def test_the_end_in_a_gguf_file_may_be_of_any_type(kind, end_type):
     assert tokenizer.encode_prompt("<end").tolist().count(tokenizer.eos_id) == 1
 
 
+def test_a_fingerprint_has_whether_the_end_of_a_document_was_special(tmp_path):
+    """Tokens that the files alone give, in which the end may be, are not those of `encode`."""
+    found = {}
+    for special in (False, True):
+        directory = tmp_path / str(special)
+        directory.mkdir()
+        added(characters(unk_token="<unk>"), special=special).save(str(directory / "tokenizer.json"))
+        (directory / "tokenizer_config.json").write_text('{"eos_token": "<|end|>"}')
+        found[special] = load_tokenizer(f"hf:{directory}").fingerprint
+    assert found[False].endswith("-text") and not found[True].endswith("-text")
+    settings = {"tokenizer_config.json": b'{"eos_token": "<end>"}'}
+    for options, normal in (({"user_defined_symbols": ["<end>"]}, True), ({"control_symbols": ["<end>"]}, False)):
+        piece = SentencePieceTokenizer(sentencepiece_model(**options), Companions("sp", settings))
+        assert piece.fingerprint.endswith("-text") == normal
+
+
 def sentencepiece_model(**options):
     import io
 
@@ -204,6 +220,40 @@ def test_a_message_that_spells_the_end_contains_its_text(tmp_path):
     assert tokenizer.decode(ids[loss], skip_special_tokens=False) == "a<|im_end|>b<|im_end|>"
     plain = encode_chat(tokenizer, [{"role": "user", "content": "é"}])[0]
     assert plain.tolist() == ids[: len(plain) - 2].tolist() + plain[-2:].tolist()
+
+
+NFKC = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+
+
+@pytest.mark.parametrize("named", ["<|im_end|>", "<|IM_END|>"])
+@pytest.mark.parametrize("spaces", [False, True], ids=["alone", "absorbs spaces"])
+def test_a_message_contains_the_text_of_what_the_tokenizer_normalizes_to_the_end(named, spaces, tmp_path):
+    letters = {c: i for i, c in enumerate(["<unk>", *"abcdeimnrstu<>|_ \n"])}
+    tokenizer = Tokenizer(models.BPE(letters, [], unk_token="<unk>"))
+    tokenizer.normalizer = NFKC
+    tokenizer.add_tokens([AddedToken(named, special=True, normalized=True, lstrip=spaces, rstrip=spaces)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    template = "{% for m in messages %}{{ m.role }} {{ m.content }}" + named + "\n{% endfor %}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": named, "chat_template": template}))
+    tokenizer = load_tokenizer(f"hf:{tmp_path}")
+    for written in ("<|Im_End|>", "＜|im_end|＞", named):
+        chat = [{"role": "user", "content": f"a {written} b"}, {"role": "assistant", "content": f"a{written}"}]
+        assert tokenizer.encode_prompt(written).tolist() == [tokenizer.eos_id]
+        ids, loss = encode_chat(tokenizer, chat)
+        assert (ids == tokenizer.eos_id).sum() == 2 and (ids[loss] == tokenizer.eos_id).sum() == 1  # the template's
+        text = "".join(tokenizer.decode([i], skip_special_tokens=False) for i in ids[loss])
+        assert text.strip() == f"a<|im_end|>{tokenizer.decode([tokenizer.eos_id], skip_special_tokens=False)}"
+
+
+def test_the_end_of_a_template_is_found_where_decoding_changes_its_characters(tmp_path):
+    tokenizer = added(characters(unk_token="<unk>"), "<|▁|>", special=True)
+    tokenizer.decoder = decoders.Replace("▁", " ")
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|▁|>", "chat_template": template}))
+    tokenizer = load_tokenizer(f"hf:{tmp_path}")
+    ids, _ = encode_chat(tokenizer, [{"role": "user", "content": "a<|▁|>b"}])
+    assert ids[-1] == tokenizer.eos_id and (ids == tokenizer.eos_id).sum() == 1
 
 
 @pytest.mark.parametrize("template", ["{{ ['a', 'b'] | random }}", "{{ lipsum(n=1) }}"])

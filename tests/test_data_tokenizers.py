@@ -337,6 +337,21 @@ def test_a_bos_token_without_an_id(tmp_path):
         load_tokenizer(f"hf:{tmp_path}").encode_prompt("a")
 
 
+def test_a_tokenizer_json_without_the_keys_that_may_be_left_out(tmp_path):
+    """transformers sets add_prefix_space of a GPT-2 in the pre_tokenizer, if there is one."""
+    content = {
+        "version": "1.0",
+        "added_tokens": [],
+        "model": {"type": "BPE", "vocab": {"a": 0, "</s>": 1}, "merges": []},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>", "tokenizer_class": "GPT2Tokenizer"}')
+    tokenizer = load_tokenizer(f"hf:{tmp_path}")
+    assert tokenizer.encode_prompt("aa").tolist() == [0, 0]
+    assert "add_prefix_space" not in json.loads(tokenizer.exported_files()["tokenizer_config.json"])
+    assert tokenizer.encode("a</s>").tolist() == [0]
+
+
 def test_a_directory_without_a_tokenizer(tmp_path):
     with pytest.raises(UserError, match="holds no tokenizer.json and no tokenizer.model"):
         load_tokenizer(f"hf:{tmp_path}")

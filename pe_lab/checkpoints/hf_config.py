@@ -229,7 +229,7 @@ def write_config(
 
     Raises:
       UnsupportedError: the family cannot express the model; names the nearest model that it can.
-      ConfigError: a `max_length` for an encoding whose frequencies are computed from the declared length.
+      ConfigError: a `max_length` for an encoding whose scaling declares a length (PI, dynamic NTK, YaRN).
     """
     _check_shape(family, model)
     kinds = list(dict.fromkeys(layers))

@@ -2,7 +2,7 @@
 
 A wrong permutation of queries and keys loads and runs without an error, and makes a bad model. So does a wrong scaling
 of the rotation, which shows at distances near the training length and beyond: the same tokens are compared twice, at
-positions 0, 1, 2, ... and at positions that reach twice the training length with as few tokens.
+positions 0, 1, 2, ... and at positions that reach twice the training length, up to 131,072, with as few tokens.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ BATCH, LENGTH = 2, 64
 ABSOLUTE, RELATIVE = 2e-4, 2e-5
 # transformers rounds a frequency to float32, and multiplies: at position n an angle is off by about n 2**-24.
 PER_POSITION = 2.0**-23
+LAST_POSITION = 2**17  # beyond it that is more than 1.6% of the largest logit, which may hide a wrong scaling
 SCRIPT = Path(__file__).with_name("transformers_logits.py")
 
 
@@ -82,11 +83,12 @@ def fixed_batch(vocab_size: int) -> Int[np.ndarray, "B T"]:
 def compared_positions(training_length: int) -> Int[np.ndarray, "2 T"]:
     """The positions of the tokens in the two comparisons: consecutive ones, and some up to twice the training length.
 
-    The second are dense at first, then farther and farther apart, so that every order of distance is there. A window is
-    counted in tokens by transformers and by pe_lab, and sees as many of them.
+    The second are dense at first, then farther and farther apart, so that every order of distance is there; none is
+    beyond `LAST_POSITION`. A window is counted in tokens by transformers and by pe_lab, and sees as many of them.
     """
     count = np.arange(LENGTH)
-    far = np.round(np.geomspace(1, max(2 * training_length, 2 * LENGTH) - LENGTH, LENGTH)).astype(np.int64) - 1 + count
+    stop = min(max(2 * training_length, 2 * LENGTH), LAST_POSITION + 2)
+    far = np.round(np.geomspace(1, stop - LENGTH, LENGTH)).astype(np.int64) - 1 + count
     return np.stack([count, far]).astype(np.int32)
 
 

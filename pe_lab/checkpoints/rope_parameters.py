@@ -49,15 +49,14 @@ def read_rope(config: Mapping[str, Any], head_dim: int, family: Family) -> tuple
       CheckpointError, ConfigError: a number that is missing or not valid.
     """
     longest = _length(config, "max_position_embeddings", family.length)
-    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(given, Mapping):
-        raise CheckpointError(f"the rope parameters are {given!r}; they must be a set of keys.")
-    if by_layer := [key for key, value in given.items() if isinstance(value, Mapping)]:
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping):
+        raise CheckpointError(f"the rope parameters are {rope!r}; they must be a set of keys.")
+    if by_layer := [key for key, value in rope.items() if isinstance(value, Mapping)]:
         raise UnsupportedError(
             f"the rope parameters are those of types of layers ({', '.join(by_layer)}), and {family.architecture} has "
             "one rotation: transformers ignores them there, or fails. Write the keys of one rotation."
         )
-    rope = given
     outer = config.get("rotary_emb_base" if family.neox else "rope_theta")
     base = _number(rope, "rope_theta", outer if outer is not None else family.theta)
     outer = config.get("rotary_pct" if family.neox else "partial_rotary_factor")
@@ -134,7 +133,7 @@ def write_rope(
 
     Raises:
       UnsupportedError: transformers cannot express the encoding; names the nearest that it can.
-      ConfigError: a `max_length` for an encoding whose frequencies are computed from the declared length.
+      ConfigError: a `max_length` for an encoding whose scaling declares a length (PI, dynamic NTK, YaRN).
     """
     if isinstance(encoding, NoPE):
         return _keys(family, 10000.0, {"rope_type": "linear", "factor": NO_ROTATION}, max_length or length)
@@ -147,9 +146,10 @@ def write_rope(
     rope: dict[str, Any] = {"rope_type": "default"}
     reach = longest(encoding, length)
     if max_length is not None and isinstance(scaling, PI | DynamicNTK | Yarn | NTKByParts):
+        declared = round(scaling.factor * getattr(scaling, "original_length", length))
         raise ConfigError(
-            f"--max-length goes with encodings that are computed without the declared length; {encoding} declares "
-            f"{reach:,} tokens by its factor. Change the factor instead."
+            f"--max-length goes with encodings whose scaling declares no length; {encoding} declares {declared:,} "
+            "tokens by its factor. Change the factor instead."
         )
     if isinstance(scaling, PI):
         # Servers multiply the declared length by the factor.
@@ -192,15 +192,18 @@ def longest(encoding: Rotary, length: int) -> int:
     """The longest sequence, in tokens, that an encoding is meant for: the original length times its factor."""
     scaling = getattr(encoding, "scaling", None)
     if isinstance(scaling, DynamicNTK):
-        return scaling.original_length  # a longer one changes its base
+        return scaling.original_length  # its base is computed from max_position_embeddings
     original = getattr(scaling, "original_length", length)
     return round(min(getattr(scaling, "factor", 1.0), 1e6) * original)
 
 
-def served_length(config: Mapping[str, Any]) -> int:
-    """The longest sequence, in tokens, that vLLM and SGLang derive from the content of an exported `config.json`."""
+def declared_length(config: Mapping[str, Any]) -> int:
+    """The longest sequence, in tokens, that an exported `config.json` declares.
+
+    vLLM and SGLang derive it by the same rule; what they serve without a flag may be shorter (`runtimes.CONTENTS`).
+    """
     rope = config.get("rope_scaling") or {}
-    factor = rope.get("factor", 1.0) if rope.get("rope_type") == "linear" else 1.0
+    factor = rope.get("factor", 1.0) if rope.get("rope_type") in ("linear", "dynamic") else 1.0
     return round(config["max_position_embeddings"] * (1.0 if factor == NO_ROTATION else factor))
 
 

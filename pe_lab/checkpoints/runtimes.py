@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pe_lab.checkpoints.rope_parameters import NO_ROTATION, served_length
+from pe_lab.checkpoints.rope_parameters import NO_ROTATION, declared_length
 
 Config = Mapping[str, Any]
 
@@ -60,10 +60,6 @@ def _own_class(config: Config) -> bool:
 
 def _table(config: Config) -> bool:
     return _kind(config) == "longrope" and _rope(config)["short_factor"] == _rope(config)["long_factor"]
-
-
-def _gain(config: Config) -> bool:
-    return _table(config) and _rope(config).get("attention_factor", 1.0) != 1.0
 
 
 def _beyond(config: Config) -> bool:
@@ -143,7 +139,6 @@ CONTENTS: tuple[Content, ...] = (
         },
     ),
     Content("one table (p-RoPE, partial RoPE, a factor that is no whole length)", _table, {LLAMA_CPP: _DROPS_TABLES}),
-    Content("a table with a gain on cos and sin (YaRN)", _gain, {LLAMA_CPP: _DROPS_TABLES}),
     Content(
         "a table for more than the original length",
         _beyond,
@@ -218,7 +213,7 @@ def judge(config: Config) -> dict[str, list[str]]:
 
 def report(config: Config) -> str:
     """The lines about an export: what each runtime makes of it, and how that is known."""
-    lines = [f"Declared for {served_length(config):,} tokens. What runtimes make of it:"]
+    lines = [f"Declared for {declared_length(config):,} tokens. What runtimes make of it:"]
     for name, listed in judge(config).items():
         lines.append(f"  {name} ({RUNTIMES[name]}): {'; '.join(listed) or 'right'}")
     return "\n".join(lines)

@@ -18,6 +18,8 @@ from pe_lab.errors import DataError
 
 ANSWERS = "assistant"  # the role whose messages are learned
 DATE = datetime.date(2024, 7, 26)  # for templates that ask for today's, which would change the data from day to day
+# The settings of tokenizer_config.json that may change the tokens of a text with special tokens.
+_SETTINGS = ("split_special_tokens", "add_prefix_space", "legacy", "tokenizer_class")
 _NAME = f"answer {secrets.token_hex(8)}"  # stands for an answer in a rendered chat, to find where it is
 
 
@@ -32,7 +34,8 @@ def encode_chat(
     targets, without the whitespace after the token that ends it. A token that is partly in an answer is a target.
 
     Special tokens are found in the whole text, as transformers does: a message that spells one contains it. But one
-    that spells the end of a document contains its text: that token is the template's alone.
+    that spells the end of a document, also in characters that the tokenizer normalizes to it, contains their text: that
+    token is the template's alone.
 
     Args:
       tokenizer: one with a chat template.
@@ -42,7 +45,7 @@ def encode_chat(
       UnsupportedError: the tokenizer has no chat template, or jinja2 is not installed.
       DataError: a message has no role, the template refuses the messages, or an answer is not found in what it renders.
     """
-    end = tokenizer.decode([tokenizer.eos_id], skip_special_tokens=False)
+    end = _characters_of_end(tokenizer)
     stands = _stand_in(end, messages)
     # A text of the same length takes the place of the end, so that the characters of answers stay where they are.
     hidden = [{k: v.replace(end, stands) if end and isinstance(v, str) else v for k, v in m.items()} for m in messages]
@@ -50,13 +53,21 @@ def encode_chat(
     spelled = [match.start() for match in re.finditer(stands, text)] if stands else []
     text = text.replace(stands, end) if stands else text
     ids, offsets = tokenizer.encode_with_offsets(text)
-    if spelled:
-        ids, offsets = _spell(tokenizer, end, ids, offsets, spelled)
+    if end and (ids == tokenizer.eos_id).any():
+        ids, offsets = _spell(tokenizer, text, end, ids, offsets, spelled)
     loss = np.zeros(len(ids), bool)
     start, stop = offsets[:, 0], np.maximum(offsets[:, 1], offsets[:, 0] + 1)  # a byte of a character may have none
     for first, after in answers:
         loss |= (start < after) & (stop > first)
     return ids, loss
+
+
+def _characters_of_end(tokenizer: Tokenizer) -> str:
+    """The characters for which a template's text has the end of a document; "" if none are known."""
+    # A decoder may replace some of its characters, and a vocabulary may name it in the symbols of bytes.
+    named = tokenizer.companions.named.get("eos_token", "")
+    known = (named, tokenizer.decode([tokenizer.eos_id], skip_special_tokens=False))
+    return next((text for text in known if text and tokenizer.eos_id in tokenizer.encode_with_offsets(text)[0]), "")
 
 
 def _stand_in(end: str, messages: Sequence[Mapping[str, str]]) -> str:
@@ -69,19 +80,26 @@ def _stand_in(end: str, messages: Sequence[Mapping[str, str]]) -> str:
 
 def _spell(
     tokenizer: Tokenizer,
+    text: str,
     end: str,
     ids: Int32[np.ndarray, " n"],
     offsets: Int32[np.ndarray, "n 2"],
     spelled: Sequence[int],
 ) -> tuple[Int32[np.ndarray, " m"], Int32[np.ndarray, "m 2"]]:
-    """Ids with the ends that begin at the characters `spelled` replaced by what documents have for their text."""
-    plain = tokenizer.encode(end)
+    """Ids of `text` with the ends of messages replaced by what documents have for their characters.
+
+    Those are the ends at the characters `spelled`, and the ones whose characters only become `end` when the tokenizer
+    normalizes them: a template has it as it is.
+    """
     parts, places = [], []
     for token, place in zip(ids, offsets, strict=True):
-        # A token may absorb spaces beside it.
-        inside = token == tokenizer.eos_id and any(place[0] <= at and at + len(end) <= place[1] for at in spelled)
-        parts.append(plain if inside else token[None])
-        places.append(np.repeat(place[None], len(parts[-1]), 0))
+        part = token[None]
+        if token == tokenizer.eos_id:
+            start, stop = map(int, place)  # a token may absorb spaces beside it
+            if end not in text[start:stop] or any(start <= at and at + len(end) <= stop for at in spelled):
+                part = tokenizer.encode(text[start:stop])
+        parts.append(part)
+        places.append(np.repeat(place[None], len(part), 0))
     return np.concatenate(parts), np.concatenate(places)
 
 
@@ -89,7 +107,8 @@ def chat_fingerprint(tokenizer: Tokenizer) -> str:
     """A hash of what chats depend on beside `tokenizer.fingerprint`. `UnsupportedError` if there is no template."""
     companions = tokenizer.companions
     added = [token.to_json() for token in companions.added]
-    return digest(json.dumps([companions.template, companions.named, added]).encode())
+    given = {name: value for name in _SETTINGS if (value := companions.configuration.get(name)) is not None}
+    return digest(json.dumps([companions.template, companions.named, added, given]).encode())
 
 
 def _render(

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pe_lab.checkpoints.families import FAMILIES
-from pe_lab.checkpoints.rope_parameters import read_rope, served_length, write_rope
+from pe_lab.checkpoints.rope_parameters import declared_length, read_rope, write_rope
 from pe_lab.errors import UserError
 from pe_lab.positional import (
     NTK,
@@ -298,7 +298,10 @@ def test_damaged_keys_are_named(case):
 
 
 def vllm_length(config):
-    """The longest sequence as vLLM 0.33 derives it from config.json (config/model.py, _get_and_verify_max_len)."""
+    """The longest sequence as vLLM 0.33 derives it from config.json (config/model.py, _get_and_verify_max_len).
+
+    For longrope that is the longest --max-model-len; without one it serves the original length.
+    """
     rope = config["rope_parameters"]
     scaled = rope["rope_type"] in ("su", "longrope", "llama3", "yarn")
     return config["max_position_embeddings"] * (1 if scaled else rope.get("factor", 1))
@@ -310,6 +313,8 @@ def vllm_length(config):
         (Rope(), 1024),
         (Rope(scaling=PI(4)), 4096),  # whose length was counted twice
         (Rope(scaling=NTK(4.0)), 4096),
+        (Rope(scaling=DynamicNTK(1024)), 1024),
+        (Rope(scaling=DynamicNTK(1024, 8.0)), 8192),
         (Rope(scaling=Yarn(4.0, 1024)), 4096),
         (Rope(scaling=Yarn(2.3, 1024)), 2355),
         (Rope(10000.0, 0.5, Yarn(2.0, 1024)), 2048),
@@ -319,11 +324,11 @@ def vllm_length(config):
     ],
     ids=str,
 )
-def test_servers_derive_the_length_that_the_scaling_is_for(encoding, reach):
+def test_an_export_declares_the_length_that_the_scaling_is_for(encoding, reach):
     if reach is None:
         encoding, reach = PartialRope(10000.0, 0.5, NTKByParts(2.0, 1024)), 2048
     config = write_rope(encoding, 64, 1024, family(neox=False))
-    assert vllm_length(config) == served_length(config) == reach
+    assert vllm_length(config) == declared_length(config) == reach
     # vLLM and SGLang iterate over a factor that is no float.
     assert isinstance(config["rope_parameters"].get("factor", 1.0), float)
 
@@ -342,12 +347,11 @@ def test_a_table_has_its_gain_under_the_keys_of_servers(encoding):
 def test_a_longest_sequence_can_be_declared_where_no_frequency_depends_on_it():
     for encoding in (NoPE(), Rope(), Rope(10000.0, 0.5)):
         config = write_rope(encoding, 64, 1024, family(neox=False), max_length=16384)
-        assert config["max_position_embeddings"] == served_length(config) == 16384
-        assert read(config)[0] == read(write_rope(encoding, 64, 1024, family(neox=False)))[0] or encoding == Rope(
-            10000.0, 0.5
-        )
-        _, gain = frequencies(read(config)[0], 64)
+        assert config["max_position_embeddings"] == declared_length(config) == 16384
+        (expected, _), (found, gain) = frequencies(encoding, 64), frequencies(read(config)[0], 64)
+        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-25)
         assert (gain == 1).all()
-    for scaling in (PI(4), DynamicNTK(1024), Yarn(4.0, 1024)):
-        with pytest.raises(UserError, match="--max-length goes with encodings .* Change the factor"):
+    for scaling in (PI(4), DynamicNTK(1024, 4.0), Yarn(4.0, 1024)):
+        message = "whose scaling declares no length.* declares 4,096 tokens by its factor. Change the factor"
+        with pytest.raises(UserError, match=message):
             write_rope(Rope(scaling=scaling), 64, 1024, family(neox=False), max_length=16384)

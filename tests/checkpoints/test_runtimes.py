@@ -11,7 +11,6 @@ from pe_lab.checkpoints.runtimes import (
     LLAMA_CPP,
     RUNTIMES,
     SGLANG,
-    TRANSFORMERS,
     VLLM,
     contents,
     judge,
@@ -66,7 +65,7 @@ def test_an_export_says_it_of_every_runtime():
     assert all(", run)" in line or ", by its code)" in line for line in lines[1:])
 
 
-def test_every_export_has_a_content_and_transformers_reads_it():
+def test_every_export_has_a_content():
     sources = {base: open_source(f"hf:{HF / base}") for base in {edit.base for edit in EDITS}}
     for edit in EDITS:
         source = sources[edit.base]
@@ -74,7 +73,6 @@ def test_every_export_has_a_content_and_transformers_reads_it():
         layers, _ = exported_layers(read_with(edit.positional, source.layers, 16), length)
         written = write_config(choose_family(source.model, layers), source.model, layers, 16, "float32")[0]
         assert contents(written), edit.name
-        assert judge(written)[TRANSFORMERS] == [], edit.name
     assert all(set(content.not_right) <= set(RUNTIMES) for content in CONTENTS)
 
 

@@ -15,6 +15,7 @@ from jaxtyping import Bool, Int32
 from pe_lab.data.tokenizers.companions import CONFIGURATION, MOST_IDS, Companions
 from pe_lab.data.tokenizers.tokenizer import (
     TOKENIZER_JSON,
+    WITHOUT_END,
     Tokenizer,
     digest,
     encodable,
@@ -86,9 +87,9 @@ class HuggingFaceTokenizer(Tokenizer):
         if self.vocab_size > MOST_IDS:
             raise DataError(f"{companions.where} has an id of {self.vocab_size - 1:,}; ids are below {MOST_IDS:,}.")
         self.eos_id = self._find_eos()
-        self._end_is_special()
+        changed = self._end_is_special()
         self._documents.encode_special_tokens = True
-        self.fingerprint = f"hf-{self.eos_id}-" + digest(self._specification.encode())
+        self.fingerprint = f"hf-{self.eos_id}-" + digest(self._specification.encode()) + changed * WITHOUT_END
         self.bos_id = ids.get(companions.named.get("bos_token", ""))
         self.stop_ids = companions.stop_ids(self.eos_id)
 
@@ -142,23 +143,25 @@ class HuggingFaceTokenizer(Tokenizer):
             return self._specification
 
         def change(content: dict[str, Any]) -> None:
-            if (content["pre_tokenizer"] or {}).get("type") == "ByteLevel":
+            if (content.get("pre_tokenizer") or {}).get("type") == "ByteLevel":
                 content["pre_tokenizer"]["add_prefix_space"] = bool(configuration.get("add_prefix_space"))
             if kind == "GPTNeoXTokenizer":
                 content["post_processor"] = None  # which would add a first or a last token
 
         return _changed(self._specification, change)
 
-    def _end_is_special(self) -> None:
-        """Makes the end of a document special for documents, which contain no special tokens."""
+    def _end_is_special(self) -> bool:
+        """Makes the end of a document special for documents, which contain no special tokens; whether it was not."""
 
         def change(content: dict[str, Any]) -> None:
             for token in content["added_tokens"]:
                 token["special"] |= token["id"] == self.eos_id
 
         added = self._documents.get_added_tokens_decoder().get(self.eos_id)
-        if added is not None and not added.special:
-            self._documents = self._read(_changed(self._specification, change))
+        if added is None or added.special:
+            return False
+        self._documents = self._read(_changed(self._specification, change))
+        return True
 
     @cached_property
     def _spelled(self) -> dict[int, list[int] | None]:
@@ -241,7 +244,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def exported_files(self) -> dict[str, bytes]:
         configuration = dict(self.companions.configuration)
-        splits = json.loads(self._prompt_specification)["pre_tokenizer"] or {}
+        splits = json.loads(self._prompt_specification).get("pre_tokenizer") or {}
         if "add_prefix_space" in splits:  # the class that is written sets it too, in transformers 4 by default to False
             configuration["add_prefix_space"] = splits["add_prefix_space"]
         eos = self._documents.id_to_token(self.eos_id)

@@ -18,6 +18,7 @@ from pe_lab.data.tokenizers.difficult_strings import DIFFICULT
 from pe_lab.data.tokenizers.tokenizer import (
     SENTENCEPIECE_MODEL,
     TOKENIZER_JSON,
+    WITHOUT_END,
     Tokenizer,
     digest,
     encodable,
@@ -64,8 +65,7 @@ class SentencePieceTokenizer(Tokenizer):
         eos = companions.named.get("eos_token")
         if self.eos_id < 0 and eos in self._found:
             self.eos_id = self._found[eos].id
-            self.fingerprint = f"sentencepiece-{self.eos_id}-" + digest(model)
-            self._end_is_control()
+            self.fingerprint = f"sentencepiece-{self.eos_id}-" + digest(model) + self._end_is_control() * WITHOUT_END
         if self.eos_id < 0:
             raise DataError(
                 f"The SentencePiece model {where} has no end-of-sentence piece (eos_id). Train it with eos_id set, "
@@ -77,17 +77,19 @@ class SentencePieceTokenizer(Tokenizer):
         named = [self._found[eos].id] if eos in self._found else []
         self.stop_ids = tuple(dict.fromkeys([*companions.stop_ids(self.eos_id), *named]))
 
-    def _end_is_control(self) -> None:
-        """Makes the end of a document a control piece, which no text has, where it is a piece like any other."""
+    def _end_is_control(self) -> bool:
+        """Makes the end of a document a control piece, which no text has; whether it was a piece like any other."""
         import sentencepiece
 
         kinds = self._content.SentencePiece
-        if self.eos_id < self._pieces:
-            piece = self._content.pieces[self.eos_id]
-            if piece.type in (kinds.NORMAL, kinds.USER_DEFINED, kinds.UNUSED):
-                piece.type = kinds.CONTROL
-                content = self._content.SerializeToString()
-                self._processor = sentencepiece.SentencePieceProcessor(model_proto=content)
+        if self.eos_id >= self._pieces:
+            return False
+        piece = self._content.pieces[self.eos_id]
+        if piece.type not in (kinds.NORMAL, kinds.USER_DEFINED, kinds.UNUSED):
+            return False
+        piece.type = kinds.CONTROL
+        self._processor = sentencepiece.SentencePieceProcessor(model_proto=self._content.SerializeToString())
+        return True
 
     @cached_property
     def _found(self) -> dict[str, AddedToken]:

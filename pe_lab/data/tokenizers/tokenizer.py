@@ -15,6 +15,9 @@ from pe_lab.data.tokenizers.tokenizer_json import bytes_tokenizer_json
 
 TOKENIZER_JSON = "tokenizer.json"
 SENTENCEPIECE_MODEL = "tokenizer.model"
+# Ends the fingerprint of a tokenizer whose files would put the end of a document into documents that spell it, so that
+# tokens which were made by them are not taken for those of `encode`.
+WITHOUT_END = "-text"
 
 
 @runtime_checkable
