@@ -13,7 +13,9 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from pe_lab.parallel import balanced_order, context_size
 from pe_lab.positional.rotation import fraction_of_rotation, radians
 
-COARSE = 64.0  # the coarse parts of terms are multiples of 1 / COARSE: their float32 sum is exact up to 2^24 / COARSE
+# A term is a multiple of 1/64, one of 1/8192, and a rest. Float32 sums of multiples of 1 / n are exact up to 2^24 / n:
+# of the first up to 2^18, and of the second, which are 1/128 at most, of 2^18 terms.
+PARTS = (64.0, 8192.0)
 
 
 def _chunks(length: int) -> tuple[Int[np.ndarray, " chunks"], Int[np.ndarray, " chunks"]]:
@@ -56,42 +58,64 @@ def running_sum(
 ) -> tuple[Float[Array, "B T *sums"], Shaped[Array, "B T *state"]]:
     """The sum over all tokens of a document up to and including each, and the state from which a cache goes on.
 
-    Sums begin anew at each document: their precision is that of the document, whatever stands before it. A sum is as
-    exact as one rounding to float32, up to 2^18; angles to 2^-32 of a rotation a token, at any length.
+    Sums begin anew at each document: their precision is that of the document, whatever stands before it. Up to 2^18
+    terms and sums of 2^18, a sum is as exact as one rounding to float32, or to 1e-5 where that is coarser. Angles are
+    off by 2^-33 of a rotation for each token at most: 1e-3 rad at a million.
 
     Args:
-      terms: float32.
+      terms: float32. Infinite and NaN ones, and sums that overflow, are as in a plain sum; an angle that is not finite
+        is NaN at its own token alone.
       segments: document of each token; None: one document.
       before: the state after the token before the first; None: there is none.
       angles: terms are radians; the sum is one in [-pi, pi].
     """
     parts = _split(terms, angles)
     state = _totals(parts if before is None else parts.at[:, 0].add(before), segments)
-    total = _differentiable(terms, segments, angles) if before is None else _joined(state, angles)
-    if not angles:  # what has come together of the rest belongs to the coarse part
-        rest = _split(state[..., 1], angles)
-        state = rest.at[..., 0].add(state[..., 0])
-    return total, state
+    total = _differentiable(terms, segments, angles) if before is None else _joined(state, terms, angles)
+    return total, state if angles else _carried(state)
 
 
 def _split(terms: Float[Array, "B T *sums"], angles: bool) -> Shaped[Array, "B T *state"]:
-    """Parts of terms whose sums lose nothing: fractions of a rotation, or a coarse part [..., 0] and the rest."""
+    """Parts of terms whose sums lose nothing: fractions of a rotation, or [..., 3] by `PARTS`, the coarsest first."""
     if angles:
         high, low = fraction_of_rotation(terms)
         return jax.lax.bitcast_convert_type(high + (low >> 31), jnp.int32)
-    coarse = jnp.round(terms * COARSE) / COARSE
-    return jnp.stack([coarse, terms - coarse], axis=-1)
+    parts = []
+    for n in PARTS:
+        whole, terms = _multiple(terms, n)
+        parts.append(whole)
+    return jnp.stack([*parts, terms], axis=-1)
 
 
-def _joined(state: Shaped[Array, "B T *state"], angles: bool) -> Float[Array, "B T *sums"]:
-    return radians(state) if angles else state[..., 0] + state[..., 1]
+def _multiple(x: Float[Array, "*shape"], n: float) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
+    """The multiple of 1 / n next to x, and the rest. All of an x that is infinite or NaN is in the former."""
+    large = ~(jnp.abs(x) < 2.0**24 / n)  # such a number is a multiple, and times n it could overflow
+    whole = jnp.where(large, x, jnp.round(x * n) / n)
+    return whole, jnp.where(large, 0, x - whole)
+
+
+def _carried(state: Float[Array, "B T *sums 3"]) -> Float[Array, "B T *sums 3"]:
+    """The same sums: what has come together in a finer part is in the coarser ones."""
+    coarse, middle, rest = (state[..., n] for n in range(3))
+    more, rest = _multiple(rest, PARTS[1])
+    up, middle = _multiple(middle + more, PARTS[0])
+    return jnp.stack([coarse + up, middle, rest], axis=-1)
+
+
+def _joined(
+    state: Shaped[Array, "B T *state"], terms: Float[Array, "B T *sums"], angles: bool
+) -> Float[Array, "B T *sums"]:
+    if angles:
+        return jnp.where(jnp.isfinite(terms), radians(state), jnp.nan)  # which no integer can say
+    state = _carried(state)
+    return state[..., 0] + (state[..., 1] + state[..., 2])
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _differentiable(
     terms: Float[Array, "B T *sums"], segments: Int[Array, "#B T"] | None, angles: bool
 ) -> Float[Array, "B T *sums"]:
-    return _joined(_totals(_split(terms, angles), segments), angles)
+    return _joined(_totals(_split(terms, angles), segments), terms, angles)
 
 
 @_differentiable.defjvp
