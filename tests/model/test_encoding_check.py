@@ -16,11 +16,25 @@ from pe_lab.analysis.studies.check import HEADER, default_layers, failures, row
 from pe_lab.config import MeshConfig
 from pe_lab.errors import ConfigError, UnsupportedError
 from pe_lab.model import encoding_check
-from pe_lab.model.encoding_check import TOLERANCE, Subject, check, context_parallel, learned, packed, relative
+from pe_lab.model.encoding_check import (
+    CONFIG,
+    LENGTH,
+    TOLERANCE,
+    Subject,
+    cached,
+    check,
+    content,
+    context_parallel,
+    learned,
+    packed,
+    relative,
+)
 from pe_lab.parallel import AxisRules, make_mesh, use_mesh
 from pe_lab.positional import HOOKS, Encoding, Layer, Parameter, has, label, layers, register
 from pe_lab.positional.hooks import is_external
 from pe_lab.positional.registry import ENCODINGS
+
+ONE_LAYER = dataclasses.replace(CONFIG, layers=1)
 
 
 @register("says_all")
@@ -79,6 +93,15 @@ class RootOfZero(SaysAll):
         return q + jnp.sqrt(q - q), k
 
 
+@register("root_of_content")
+@dataclass(frozen=True)
+class RootOfContent(SaysAll):
+    """Queries that are NaN where a hidden state is negative."""
+
+    def encode(self, params, q, k, positions, x):
+        return q + 0 * jnp.sqrt(x[..., :1, None]), k
+
+
 @register("sum_before")
 @dataclass(frozen=True)
 class SumBefore(SaysAll):
@@ -114,6 +137,25 @@ class NeverMoves(SaysAll):
         return q * (params["scale"] * still * jax.lax.stop_gradient(params["fixed"]))[:, None], k
 
 
+@register("penalized_alone")
+@dataclass(frozen=True)
+class PenalizedAlone(SaysAll):
+    """A parameter that a penalty moves, and that no output depends on."""
+
+    def init(self, key, shape):
+        return {"still": Parameter(jnp.ones(shape.num_heads), ("heads",))}
+
+    def penalty(self, params):
+        return (params["still"] ** 2).sum()
+
+
+def test_a_penalty_is_no_gradient_of_the_outputs():
+    """3 s."""
+    found = learned(Subject(layers("rope/with=penalized_alone", 1)[0], ONE_LAYER))
+    assert found.fails and found.detail == "a gradient of zero of 'still'"
+    assert not learned(Subject(layers("gated_rope", 1)[0], ONE_LAYER)).fails
+
+
 def test_a_parameter_without_a_gradient_is_found():
     """2 s."""
     found = learned(Subject(layers("never_moves", 1)[0]))
@@ -143,9 +185,51 @@ def test_a_temperature_by_thousands_is_not_relative():
     assert found.claimed and found.found is False and found.fails
 
 
-def test_only_a_refusal_leaves_the_sharded_pass_unmeasured(monkeypatch):
-    """2 s. Anything else that is raised is an error of the encoding or of ours."""
+def test_a_sharded_pass_is_compared_with_one_device():
+    """4 s. Alone, as the first of the checks: nothing is compiled yet."""
+    assert context_parallel(Subject(layers("key_before", 1)[0], ONE_LAYER)).fails
+
+
+def passes(subject, *outputs):
+    """The subject with hidden states that are numbers, one for each pass, and no gradients."""
+    left = iter(outputs)
+    subject.pulled = lambda *_: (jnp.full((2, LENGTH, 1), next(left)), {})
+    return subject
+
+
+def test_a_failure_is_found_among_equal_details(monkeypatch):
+    """1 s. 1.6e-4 and 2.4e-4 are both 0.0002, and the tolerance is between them."""
     subject = Subject(layers("rope", 1)[0])
+    assert packed(passes(subject, 0.0, 1.6e-4, 0.0, 1.6e-4)).found
+    assert packed(passes(subject, 0.0, 1.6e-4, 0.0, 2.4e-4)).fails
+    monkeypatch.setattr(encoding_check, "jit", lambda _: lambda *_: (jnp.zeros((2, LENGTH, 1)), {}))
+    assert context_parallel(passes(subject, 1.6e-4, 1.6e-4)).found
+    assert context_parallel(passes(subject, 1.6e-4, 2.4e-4)).fails
+
+
+def test_nan_equals_no_number(monkeypatch):
+    """2 s. A cached pass of NaN alone, and a bias of NaN for some hidden states."""
+    subject = Subject(layers("rope", 1)[0])
+    subject.hidden = lambda *_: jnp.zeros((2, LENGTH, 1))
+    monkeypatch.setattr(encoding_check.ChunkedForward, "hidden", lambda *_: jnp.full((2, LENGTH, 1), jnp.nan))
+    assert cached(subject).fails
+    assert content(Subject(layers("root_of_content", 1)[0])).fails
+
+
+def test_a_cache_that_an_encoding_refuses_is_not_measured():
+    """1 s."""
+    found = cached(Subject(layers("sum_before", 1)[0], ONE_LAYER))
+    assert found.found is None and not found.fails and found.detail == "exact_cache is False"
+
+
+def test_too_few_devices_are_named():
+    subject = Subject(layers("rope", 1)[0])
+    assert context_parallel(subject, devices=99).detail == f"{len(jax.devices())} of 99 devices"
+
+
+def test_only_a_refusal_leaves_the_sharded_pass_unmeasured(monkeypatch):
+    """1 s. Anything else that is raised is an error of the encoding or of ours."""
+    subject = passes(Subject(layers("rope", 1)[0]), *[0.0] * 6)
 
     def raises(error):
         def fail(*arguments):
