@@ -1,5 +1,6 @@
 """Claims of papers: their verdicts, and the numbers that their sentences name."""
 
+import dataclasses
 import json
 import re
 
@@ -8,7 +9,7 @@ import pytest
 from pe_lab import analyze
 from pe_lab.analysis.studies import theory
 from pe_lab.analysis.study import read_study
-from pe_lab.analysis.theory.claims import claims
+from pe_lab.analysis.theory.claims import Claim, claims
 from pe_lab.analysis.theory.quotes import QUOTES
 
 # By hand, from the papers' proofs.
@@ -112,6 +113,14 @@ def test_numbers_are_plain_and_name_every_number_of_the_sentence(found):
     assert not missing, "\n".join(missing)
 
 
+def test_a_corrected_form_that_fails_is_counted():
+    one = Claim("DoPE, eq. 1", "", "", True, {})
+    form = dataclasses.replace(one, source="DoPE, eq. 2, corrected")
+    found = [one, dataclasses.replace(one, holds=False), form, dataclasses.replace(form, holds=False)]
+    counts = "2 claims of the papers: 1 hold, 1 fail. 2 corrected forms beside them: 1 hold, 1 fail."
+    assert theory._counts(found) == counts
+
+
 @pytest.mark.slow  # 2 s besides the claims
 def test_the_command_shows_each_claim_with_its_verdict_and_its_numbers(found, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(theory, "claims", lambda seed, progress: list(found.values()))
@@ -119,7 +128,7 @@ def test_the_command_shows_each_claim_with_its_verdict_and_its_numbers(found, tm
     corrected = [claim for claim in found.values() if claim.corrected]
     assert (
         f"{len(found) - len(corrected)} claims of the papers: {len(HOLDS) - len(corrected)} hold, {len(FAILS)} fail. "
-        f"{len(corrected)} corrected forms beside them hold."
+        f"{len(corrected)} corrected forms beside them: {len(corrected)} hold, 0 fail."
     ) in " ".join(capsys.readouterr().out.split())
     study = read_study(tmp_path).findings
     rows = {(table.title, *row) for table in study.tables for row in table.rows}

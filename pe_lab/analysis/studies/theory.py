@@ -37,18 +37,24 @@ def _run(arguments: argparse.Namespace) -> Findings:
         found = claims(arguments.seed, on_claim)
     tables = [_table(paper, [one for one in found if one.source.startswith(f"{paper},")]) for paper in PAPERS]
     sentences = [_sentence(one) for one in found]
-    own = [one for one in found if not one.corrected]
-    counts = collections.Counter(one.verdict for one in own)
-    sentences.append(
-        f"{len(own)} claims of the papers: {counts['holds']} hold, {counts['fails']} fail. "
-        f"{len(found) - len(own)} corrected forms beside them hold."
-    )
+    sentences.append(_counts(found))
     numbers = {
         f"{index}/{name}": np.asarray(value) for index, one in enumerate(found) for name, value in one.numbers.items()
     }
     metadata = {"claims": [{**dataclasses.asdict(one), "numbers": None} for one in found]}
     shapes = {str(index): one.source for index, one in enumerate(found)}
     return Findings(tuple(sentences), tuple(tables), _figures(found), numbers, shapes, metadata)
+
+
+def _counts(found: Sequence[Claim]) -> str:
+    """How many of the papers' claims hold, and of the corrected forms beside them."""
+    own, forms = (
+        collections.Counter(one.verdict for one in found if one.corrected == corrected) for corrected in (False, True)
+    )
+    return (
+        f"{own.total()} claims of the papers: {own['holds']} hold, {own['fails']} fail. "
+        f"{forms.total()} corrected forms beside them: {forms['holds']} hold, {forms['fails']} fail."
+    )
 
 
 def _sentence(one: Claim) -> str:
