@@ -6,6 +6,7 @@ gives it the name by which recipes, texts and checkpoints know it.
 
 from __future__ import annotations
 
+import functools
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -64,7 +65,8 @@ class Encoding(Checked):
       content: the encoding depends on the hidden states x, not only on positions.
       exact_cache: a token's encoded key, key bias and output do not depend on later tokens or on the length, so that
         decoding with a KV cache is exact. False: every new token takes a pass over the whole sequence.
-      sums_angles: the terms of `running_sum` are radians, and their sum is kept modulo 2 pi, exact at any length.
+      sums_angles: the terms of `running_sum` are radians, and their sum is kept modulo 2 pi. Each token adds an error
+        of 2^-33 of a rotation at most: 1e-3 rad at the millionth.
     """
 
     display_name: ClassVar[str] = ""
@@ -185,17 +187,20 @@ class LayerHooks(NamedTuple):
 
 def is_external(kind: Any) -> bool:
     """Whether a class or a function is not pe_lab's own."""
-    return kind.__module__.partition(".")[0] != "pe_lab"
+    return (getattr(kind, "__module__", None) or "").partition(".")[0] != "pe_lab"
 
 
 def call(owner: Any, method: str, *arguments: Any, **settings: Any) -> Any:
-    """What a method of an encoding returns, or a function that is one (`method` is ""): an error of theirs names them.
+    """The result of `owner.method(...)`, or of `owner(...)` where `method` is empty.
 
     Raises:
-      ConfigError: code from outside raised something; says what and in which line.
+      ConfigError: code from outside raised an error; says which and in which line.
     """
     function = getattr(owner, method) if method else owner
     kind = type(owner) if method else owner
+    while isinstance(kind, functools.partial):
+        kind = kind.func
+    kind = kind if hasattr(kind, "__qualname__") else type(kind)
     try:
         return function(*arguments, **settings)
     except UserError:

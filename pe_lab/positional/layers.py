@@ -15,7 +15,7 @@ from pe_lab.errors import ConfigError
 from pe_lab.positional.encodings import NoPE
 from pe_lab.positional.hooks import Encoding, has
 from pe_lab.positional.registry import ENCODINGS
-from pe_lab.positional.scalings import SCALINGS, Checked, Limits, Scaling, require, stretch
+from pe_lab.positional.scalings import LARGEST, SCALINGS, Checked, Limits, Scaling, require, stretch
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Bands(Checked):
     keep: Literal["slow", "fast"] = "fast"
 
     limits: ClassVar[Limits] = {
-        "threshold": (lambda x: 0 < x < math.inf, "give radians per position, such as 2 pi / training length."),
+        "threshold": (lambda x: 0 < x <= LARGEST, "give radians per position, such as 2 pi / training length."),
         "keep": (lambda x: x in ("slow", "fast"), "it must be slow or fast."),
     }
 
@@ -55,7 +55,7 @@ class Gaussian(Checked):
 
     limits: ClassVar[Limits] = {
         "seed": (lambda x: 0 < x < 2**32 and x == int(x), "give a whole number in [1, 2^32)."),
-        "sigma": (lambda x: x is None or 0 < x < math.inf, "it must be finite and above 0, or left out."),
+        "sigma": (lambda x: x is None or 0 < x <= LARGEST, "it must be above 0 and at most 2^32, or left out."),
     }
 
 

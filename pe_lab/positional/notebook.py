@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from pe_lab.positional.hooks import Encoding, Params
 from pe_lab.positional.registry import register
 from pe_lab.positional.rotation import angles, fixed_point_frequencies, multiply_high, rotate
-from pe_lab.positional.scalings import Limits, require
+from pe_lab.positional.scalings import LARGEST, Limits, require
 
 
 @register("notebook_yarn")
@@ -102,7 +102,7 @@ class NotebookBias(Encoding):
     strength: float = 2.0
     original_length: int = 128
 
-    limits: ClassVar[Limits] = {"strength": (math.isfinite, "it must be finite.")}
+    limits: ClassVar[Limits] = {"strength": (lambda x: abs(x) <= LARGEST, "it must be at most 2^32 in size.")}
 
     def bias(
         self, params: Params, query_positions: Int[Array, " T"], key_positions: Int[Array, " S"]

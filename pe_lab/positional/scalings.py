@@ -29,7 +29,7 @@ def require(condition: bool, message: str) -> None:
 # For a field of descriptions: whether a value is valid, and the advice of the error message.
 Limits = dict[str, tuple[Callable[[Any], bool], str]]
 _SHARED: Limits = {
-    # Frequencies are 64-bit fixed-point numbers: a pair that is slower than the slowest of this base does not rotate.
+    # The smallest frequency of 64-bit fixed point is 3.4e-19 radians a token; that of base 1e18 is 1e-18.
     "base": (lambda x: 1 < x <= 1e18, "it must be above 1, and 1e18 at most."),
     "fraction": (lambda x: 0 <= x <= 1, "it must lie in [0, 1]."),
     # Positions are int32: no sequence grows by more.
@@ -37,14 +37,13 @@ _SHARED: Limits = {
     "original_length": (lambda x: 0 < x < 2**31 and x == int(x), "give the training length, a number of tokens."),
     "attention_factor": (lambda x: x is None or 1e-6 <= x <= 1e6, "it must lie in [1e-6, 1e6], or be left out."),
 }
-LARGEST = 2.0**32  # of any other number of a description; random seeds are as large
+LARGEST = 2.0**32  # of a number of a description that has no limits of its own; random seeds are as large
 
 
 class Checked:
     """Base of the descriptions, which are frozen dataclasses: raises a `ConfigError` for a value that is not valid.
 
-    `limits` are of the fields that a class does not share with others. No number but a base or a factor is above
-    `LARGEST`.
+    `limits` are of the fields that a class does not share with others. Any other number is at most `LARGEST` in size.
     """
 
     limits: ClassVar[Limits] = {}
@@ -56,9 +55,10 @@ class Checked:
             if name in limits:
                 is_valid, advice = limits[name]
                 require(is_valid(value), f"{kind}.{name} is {value!r}; {advice}")
-            if name not in ("base", "factor") and isinstance(value, int | float):
+            elif isinstance(value, int | float):
                 require(
-                    abs(value) <= LARGEST, f"{kind}.{name} is {value!r}; it must be a number, {LARGEST:,.0f} at most."
+                    abs(value) <= LARGEST,
+                    f"{kind}.{name} is {value!r}; it must be a number of at most {LARGEST:,.0f} in size.",
                 )
         if "beta_fast" in values:
             fast, slow = values["beta_fast"], values["beta_slow"]

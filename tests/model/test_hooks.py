@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 
 import jax
@@ -251,6 +252,23 @@ def test_errors_of_pe_lab_keep_their_traceback_and_a_function_is_named():
         call(layers("rope", 1)[0].encoding, "frequencies", None, None)
     with pytest.raises(UserError, match="raises raised KeyError: 'missing' "):
         call(raises, "", 1)
+
+
+def test_callables_without_a_name_or_a_module_are_named(monkeypatch):
+    class Raises:
+        def __call__(self, *_):
+            raise KeyError("missing")
+
+    for one, name in (
+        (functools.partial(raises, 1), "raises"),
+        (Raises(), "Raises"),
+        (functools.partial(Raises()), "Raises"),
+    ):
+        with pytest.raises(UserError, match=f"{name} raised KeyError: 'missing' .*test_hooks.py, line [0-9]+: raise"):
+            call(one, "", 1)
+    monkeypatch.setattr(Raises, "__module__", None)
+    with pytest.raises(UserError, match="Raises raised KeyError: 'missing' "):
+        call(Raises(), "", 1)
 
 
 def test_settings_that_raise_are_named(monkeypatch):

@@ -486,7 +486,10 @@ NAN = float("nan")
         (lambda: Yarn(1e308, 1024), "Yarn.factor is 1e+308; it must be at least 1, and below 2^31"),
         (lambda: PI(1e32), "PI.factor is 1e+32; it must be at least 1, and 1e31 at most"),
         (lambda: Rope(base=1e308), "Rope.base is 1e+308; it must be above 1, and 1e18 at most"),
-        (lambda: Llama3(high_freq_factor=1e25), "Llama3.high_freq_factor is 1e+25; it must be a number, 4,294"),
+        (
+            lambda: Llama3(high_freq_factor=1e25),
+            "Llama3.high_freq_factor is 1e+25; it must be a number of at most 4,294",
+        ),
         (lambda: NTKByParts(0.5, 1024), "NTKByParts.factor is 0.5"),
         (lambda: NTKByParts(2.0, 0), "NTKByParts.original_length is 0"),
         (lambda: NTKByParts(2.0, 1024, 1.0, 2.0), "NTKByParts needs beta_fast > beta_slow"),

@@ -2,8 +2,11 @@
 
 import dataclasses
 import importlib
+import itertools
 import json
+import math
 import pathlib
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +21,11 @@ from pe_lab.model import Model
 from pe_lab.model.chunked_forward import ChunkedForward
 from pe_lab.positional import (
     XSA,
+    Beta,
     ClippedRope,
     ContentRotation,
     ContextualPosition,
+    Encoding,
     Fire,
     FoPE,
     ForgettingGate,
@@ -37,6 +42,8 @@ from pe_lab.positional import (
     LearnedSink,
     Llama4Temperature,
     NoPE,
+    NotebookBias,
+    NotebookYarn,
     PoPE,
     Rope,
     SelectiveRope,
@@ -57,6 +64,7 @@ from pe_lab.positional import (
 )
 from pe_lab.positional.codec import from_json, parse
 from pe_lab.positional.hooks import initial
+from pe_lab.positional.layers import Bands, Gaussian
 from pe_lab.positional.registry import ENCODINGS, import_encodings
 
 GOLDEN = np.load(pathlib.Path(__file__).parent.parent / "data" / "encoding_golden.npz")
@@ -496,6 +504,33 @@ def test_what_is_refused(make, says):
     with pytest.raises(UserError) as error:
         make()
     assert says in str(error.value)
+
+
+DESCRIPTIONS = [*SCHEMES, NotebookBias(), NotebookYarn(), Bands(0.1), Gaussian(7), Gaussian(7, 1.0), Beta(0.1, 64)]
+
+
+@pytest.mark.usefixtures("as_users_run_it")
+@pytest.mark.parametrize("one", DESCRIPTIONS, ids=repr)
+def test_no_number_of_a_description_is_beyond_use(one):
+    """Whether a field has limits of its own or those of all."""
+    numbers = [f.name for f in dataclasses.fields(one) if type(getattr(one, f.name)) in (int, float)]
+    for name, value in itertools.product(numbers, (1e300, -1e300, math.inf, math.nan)):
+        with pytest.raises(UserError, match=f"{type(one).__name__}.{name} is "):
+            dataclasses.replace(one, **{name: value})
+
+
+def test_limits_of_ones_own_replace_that_of_all_numbers():
+    @dataclasses.dataclass(frozen=True)
+    class Mine(Encoding):
+        limits: ClassVar = {"least": (lambda x: x < 0, "it must be negative.")}
+        least: float = -1e30
+        other: float = 1.0
+
+    assert Mine().least == -1e30 and Mine(-math.inf).least == -math.inf
+    with pytest.raises(UserError, match=r"Mine.least is 1.0; it must be negative\."):
+        Mine(1.0)
+    with pytest.raises(UserError, match=r"Mine.other is -1e\+30; it must be a number of at most 4,294,967,296 in"):
+        Mine(other=-1e30)
 
 
 # Functions as encodings.

@@ -45,7 +45,7 @@ class ClippedRope(Rotary):
 
     limits: ClassVar[Limits] = {
         "clipped": (
-            lambda x: x is None or (0 <= x < math.inf and x == int(x)),
+            lambda x: x is None or (0 <= x < 2**31 and x == int(x)),
             "give a number of pairs, or leave it out.",
         )
     }
