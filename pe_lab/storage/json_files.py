@@ -18,6 +18,7 @@ Kind = TypeVar("Kind", dict, list)
 LARGEST = 2**26  # bytes of a whole file; as Python objects they take up to twenty times as much
 TOGETHER = 1000  # lines that are parsed at once
 DEEPEST = 64  # objects and lists inside one another; whoever walks a value may do so by recursion
+_BETWEEN = secrets.randbits(62)  # stands between lines that are parsed at once; no file has it
 
 
 def json_object(text: str | bytes, kind: type[Kind] = dict) -> Kind | None:
@@ -46,14 +47,15 @@ def json_objects(lines: Sequence[bytes]) -> Iterator[dict[str, Any] | None]:
     """The JSON object of each line; None of a line that holds anything else.
 
     Lines are parsed `TOGETHER` at a time, so that their keys are the same strings: a third of the memory, and faster.
+    Between two lines there is a number that no line has. Where all of these lie between objects, each line is one;
+    halves of an object on two lines have one inside, whatever other lines make up for.
     """
     for start in range(0, len(lines), TOGETHER):
         part = [line.strip() for line in lines[start : start + TOGETHER]]
         whole = all(line.startswith(b"{") and line.endswith(b"}") for line in part)
-        found = json_object(b"[" + b",".join(part) + b"]", list) if whole else None
-        if found is None or len(found) != len(part) or not all(isinstance(one, dict) for one in found):
-            found = list(map(json_object, part))
-        yield from found
+        found = json_object(b"[" + (b",%d," % _BETWEEN).join(part) + b"]", list) if whole else None
+        separate = found is not None and found[1::2] == [_BETWEEN] * (len(part) - 1)
+        yield from found[::2] if separate else map(json_object, part)
 
 
 def read_json(path: AnyPath, advice: str = "", error: type[UserError] = DataError, kind: type[Kind] = dict) -> Kind:
