@@ -64,8 +64,8 @@ class Store:
     """The checkpoints of one phase. Saving is asynchronous; only committed checkpoints are listed.
 
     A step is written under another name, then every process digests the files that it wrote, process 0 writes the
-    manifest, and renames the directory. Files of killed processes are removed when the store is opened for writing, and
-    so are checkpoints that a given retention does not keep.
+    manifest, and renames the directory. Files of killed processes are removed when the store is opened for writing;
+    checkpoints that the retention does not keep, after a save and by `delete_old`.
     """
 
     def __init__(self, directory: str | AnyPath, retention: Retention | None = None, read_only: bool = False):
@@ -82,9 +82,6 @@ class Store:
             if not is_remote(self.directory):
                 self.directory.mkdir(parents=True, exist_ok=True)
             self._remove_unfinished()
-            if retention is not None:
-                with contextlib.suppress(OSError, UserError):  # a killed process may have saved and not deleted
-                    self._delete_old()
 
     def _remove_unfinished(self) -> None:
         """Removes what a killed or failed save or deletion has left."""
@@ -222,8 +219,7 @@ class Store:
         except Exception as error:
             self._failed(step, error)
             return
-        with contextlib.suppress(OSError, UserError):  # the next save tries again
-            self._delete_old()
+        self.delete_old()
         if sum(digest.size for digest in mine["files"].values()) > TRIMMED_BYTES:
             return_freed_memory()
 
@@ -238,21 +234,26 @@ class Store:
                     self._remove_unfinished()
                 time.sleep(REMOVAL_SECONDS)
 
-    def _delete_old(self) -> None:
-        """Deletes what the retention does not keep, as long as a whole checkpoint stays."""
+    def delete_old(self) -> None:
+        """Deletes what the retention does not keep, as long as a checkpoint stays whose files have their sizes.
+
+        Their content is not read: it is for right after a save, and for whoever has restored the newest and compared
+        it. What fails is left, and tried again after the next save.
+        """
         if jax.process_index() != 0:
             return
-        steps = self.steps()
-        metrics = {step: _metrics(self._path(step)) for step in steps} if self._retention.best else {}
-        kept = self._retention.kept(steps, metrics)
-        if all(quick_damage(self._path(step)) for step in kept):
-            return
-        for step in steps:
-            if step not in kept:
-                doomed = self._path(step)
-                if not is_remote(doomed):
-                    doomed = doomed.rename(self._path(step, _DELETING))
-                remove_tree(doomed, first=MANIFEST)
+        with contextlib.suppress(OSError, UserError):
+            steps = self.steps()
+            metrics = {step: _metrics(self._path(step)) for step in steps} if self._retention.best else {}
+            kept = self._retention.kept(steps, metrics)
+            if all(quick_damage(self._path(step)) for step in kept):
+                return
+            for step in steps:
+                if step not in kept:
+                    doomed = self._path(step)
+                    if not is_remote(doomed):
+                        doomed = doomed.rename(self._path(step, _DELETING))
+                    remove_tree(doomed, first=MANIFEST)
 
     def wait(self) -> None:
         """Returns when the save under way is committed; `SaveFailed` if it failed, once."""

@@ -127,6 +127,10 @@ def train_phase(
                 return start_phase(run, phase, previous, store, optimizer, shardings, schedule, out.print)
 
         start = load()
+        # A killed process may have saved and not deleted. Before the newest checkpoint is known to be whole, an older
+        # one may be all that can be read; a complete phase keeps what it has, also under another retention.
+        if store.verified == "verified":
+            store.delete_old()
         learned = jax.jit(lambda params: split_layers(params["layers"])[1], out_shardings=shardings.replicated)
         out.print(describe(phase.schedule, phase.layers, learned(start.state.params) if model.learned else None))
         out.print(f"attention: {attention_of(model, phase, config, run.mesh, run.rules)}")

@@ -87,6 +87,25 @@ def test_a_damaged_checkpoint_is_passed_over_and_its_steps_done_again(config, wh
     assert open_checkpoint(phase / "checkpoints" / "4").step == 4  # written anew
 
 
+@pytest.mark.parametrize(("damage", "left"), [(flip, [2]), (lambda checkpoint: None, [4])], ids=["flipped", "whole"])
+def test_nothing_is_deleted_before_the_newest_is_known_to_be_whole(copy, tmp_path, monkeypatch, damage, left):
+    """As if step 4 was damaged after its process was killed, before it deleted step 2, which one is kept of."""
+    pretrain, recalibrate = copy / "pretrain", copy / "recalibrate"
+    shutil.rmtree(recalibrate / "checkpoints" / "6")
+    damage(recalibrate / "checkpoints" / "4")
+    complete, present = steps_of(pretrain), []
+
+    def stop(*work):
+        present.extend(steps_of(recalibrate))
+        raise InterruptedError
+
+    monkeypatch.setattr(loop, "_train_steps", stop)
+    with pytest.raises(InterruptedError):
+        train(tiny(tmp_path / "recipe", checkpoint__keep=1), copy)
+    assert present == left
+    assert steps_of(pretrain) == complete and len(complete) > 1  # what a complete phase has kept stays
+
+
 def test_a_phase_without_a_readable_checkpoint_names_the_directory_to_delete(config, copy):
     phase = copy / "recalibrate"
     shutil.rmtree(phase / "checkpoints" / "6")
