@@ -56,7 +56,8 @@ def new_directory(path: AnyPath, option: str = "", marker: str | None = None) ->
 def check_place(option: str, path: AnyPath, new: bool = False, file: bool = False) -> None:
     """Refuses a place where a directory or a file cannot be written, before what is to be written is computed.
 
-    On a disk the directories that are missing are made elsewhere in the one that is there, and removed.
+    On a disk, directories that are missing are made under another name in the one that is there, and removed. In a
+    directory that is to be filled nothing is made: another process may check that it is empty.
 
     Args:
       option: the flag that named it, for messages.
@@ -69,16 +70,24 @@ def check_place(option: str, path: AnyPath, new: bool = False, file: bool = Fals
     """
     what = f"{option} '{path}'"
     if is_remote(path):
-        if new and listing(path) and not exists(path / INCOMPLETE):
-            raise ConfigError(f"{what} {NOT_EMPTY}")
+        if new:
+            _refuse_filled(path, what)
         return
     path = path.absolute()
     try:
-        if new and path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise ConfigError(f"{what} {NOT_EMPTY}")
+        if new:
+            _refuse_filled(path, what)
         if file and path.is_dir():
             raise IsADirectoryError(errno.EISDIR, "a directory of that name exists")
         filled = path.parent if file else path
+        if filled.is_dir():
+            if not os.access(filled, os.W_OK | os.X_OK):
+                read_only = os.statvfs(filled).f_flag & os.ST_RDONLY
+                code = errno.EROFS if read_only else errno.EACCES
+                raise OSError(code, os.strerror(code))
+            with contextlib.suppress(FileNotFoundError):
+                path.lstat()  # fails for a name that is too long
+            return
         there = next(place for place in (filled, *filled.parents) if os.path.lexists(place))
         with tempfile.TemporaryDirectory(prefix=".pe_lab-", dir=there) as probe:
             Path(probe, filled.relative_to(there)).mkdir(parents=True, exist_ok=True)
@@ -88,16 +97,21 @@ def check_place(option: str, path: AnyPath, new: bool = False, file: bool = Fals
         raise ConfigError(f"{what} cannot be written ({error.strerror or error}). Give another place.") from None
 
 
+def _refuse_filled(path: AnyPath, what: str) -> None:
+    """`ConfigError` if a path is anything but an empty directory, or a store's that a process is putting or has left."""
+    if is_remote(path):
+        filled = bool(listing(path)) and not exists(path / INCOMPLETE)
+    else:
+        filled = path.exists() and (not path.is_dir() or any(path.iterdir()))
+    if filled:
+        raise ConfigError(f"{what} {NOT_EMPTY}")
+
+
 @contextlib.contextmanager
 def _new_remote(path: AnyPath, what: str, marker: str | None) -> Iterator[Path]:
     """`new_directory` on an object store."""
-
-    def refuse_existing() -> None:
-        if not exists(path / INCOMPLETE) and listing(path):
-            raise ConfigError(f"{what} {NOT_EMPTY}")
-
     if marker is None:
-        refuse_existing()
+        _refuse_filled(path, what)
     with tempfile.TemporaryDirectory(prefix="pe_lab-") as temporary:
         filled = Path(temporary) / path.name
         filled.mkdir()
@@ -139,13 +153,8 @@ def _put_directory(path: AnyPath, filled: Path, what: str, marker: str | None) -
 @contextlib.contextmanager
 def _new_local(path: Path, what: str, marker: str | None) -> Iterator[Path]:
     """`new_directory` on a disk."""
-
-    def refuse_existing() -> None:
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise ConfigError(f"{what} {NOT_EMPTY}")
-
     if marker is None:
-        refuse_existing()
+        _refuse_filled(path, what)
     new_parents = [p for p in (path.parent, *path.parent.parents) if not p.exists()]
     temporary = path.with_name(f".{path.name}.partial-{secrets.token_hex(4)}")
     lock = contextlib.ExitStack()
@@ -160,7 +169,7 @@ def _new_local(path: Path, what: str, marker: str | None) -> Iterator[Path]:
             temporary.rename(path)
         except OSError:
             if marker is None or not (path / marker).is_file():
-                refuse_existing()
+                _refuse_filled(path, what)
                 raise
             shutil.rmtree(temporary)
     except BaseException as error:

@@ -10,7 +10,7 @@ import pytest
 from tiny_runs import REPOSITORY
 
 from pe_lab.errors import ConfigError
-from pe_lab.storage import new_directory, unfinished
+from pe_lab.storage import check_place, new_directory, unfinished
 
 FILL = """
 import pathlib, signal, sys
@@ -99,3 +99,29 @@ def test_a_file_system_without_locks_abandons_nothing(tmp_path, other_process, m
     with pytest.raises(ConfigError, match="Input/output error"), new_directory(tmp_path / "other"):
         pass
     assert not unfinished(tmp_path / "other")
+
+
+def test_a_check_of_a_place_leaves_an_empty_directory_untouched(tmp_path, monkeypatch):
+    """Another process that checks the same place, and finds a file there, would refuse it."""
+    place = tmp_path / "out"
+    place.mkdir()
+    os.utime(place, ns=(0, 0))  # of a directory, changes with what is in it
+    check_place("--out", place, new=True)
+    check_place("--out", place / "new.json", file=True)
+    assert place.stat().st_mtime_ns == 0
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # chmod means nothing to root
+    for path, file in ((place, False), (place / "new.json", True)):
+        with pytest.raises(ConfigError, match=r"--out '.*' cannot be written \(Permission denied\)"):
+            check_place("--out", path, file=file)
+
+
+@pytest.mark.parametrize("name", ["file", "file/below", "missing/" + "x" * 300, "x" * 300])
+@pytest.mark.parametrize("file", [False, True])
+def test_a_place_where_nothing_can_be_is_refused_and_nothing_is_left(tmp_path, name, file):
+    (tmp_path / "file").touch()
+    if name == "file" and file:
+        check_place("--out", tmp_path / name, file=True)  # it is to be replaced
+        return
+    with pytest.raises(ConfigError, match="--out '.*' cannot be written"):
+        check_place("--out", tmp_path / name, file=file)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
