@@ -69,12 +69,17 @@ def excerpt(text: str, most: int = 300) -> str:
 
 
 _LOGIN_IN_ADDRESS = re.compile(r"""(\b[a-z][a-z0-9+.-]*://)[^/\s'"<>]*@""", re.IGNORECASE)
-_SECRET_IN_QUERY = re.compile(
-    r"""([?&#;](?:[\w.~%-]*(?:sig|signature|token|secret|passw(?:or)?d|pwd|credentials?|auth|authorization)"""
-    r"""|(?:[\w.~%-]*(?:api|access|account|shared)[-_.]?)?key(?:[-_.]?id)?|[\w.~%-]*access[-_.]?id|key-pair-id|policy)=)"""
-    r"""[^&#;\s'"<>]+""",
+_QUERY = re.compile(r"""[?&#;][^\s'"<>]+""")
+_SECRET = re.compile(
+    r"""([?&#;](?:[\w.~%-]*(?:sig|signature|token|secret|passw(?:or)?d|pwd|credentials?|auth|authorization|jwt|bearer"""
+    r"""|hmac|session[-_.]?id|access[-_.]?id)|[\w.~%-]*(?:api|access|account|shared|secret|private|app|auth"""
+    r"""|subscription|functions?)[-_.]?key(?:[-_.]?id)?|key-pair-id)=)[^&#;]+""",
     re.IGNORECASE,
 )
+_POLICY = re.compile(r"([?&#;]policy=)[^&#;]+", re.IGNORECASE)  # of a signed address of CloudFront
+_SIGNED = re.compile(r"[?&#;]signature=", re.IGNORECASE)
+# The key of an interface, as Google's; or the name of an object, if it ends as a file does.
+_KEY = re.compile(r"([?&#;]key(?:[-_.]?id)?=)(?![^&#;]*\.[a-z][a-z0-9]{0,7}(?:[&#;]|$))[^&#;]+", re.IGNORECASE)
 
 
 def redacted(text: str) -> str:
@@ -83,7 +88,24 @@ def redacted(text: str) -> str:
     In a query these are signatures, tokens, keys and passwords, as X-Amz-Signature, X-Goog-Credential, sig or token. It
     is for whatever is shown or written: addresses are read as they are.
     """
-    return _SECRET_IN_QUERY.sub(r"\1***", _LOGIN_IN_ADDRESS.sub(r"\1***@", text))
+    return _QUERY.sub(lambda query: _KEY.sub(r"\1***", _without_secrets(query[0])), _without_login(text))
+
+
+def resource(address: str) -> str:
+    """What an address names, for digests and never to be shown: alike for every login and signature.
+
+    A value of `key` stays, which `redacted` may hide: it may be the name of the object.
+    """
+    return _QUERY.sub(lambda query: _without_secrets(query[0]), _without_login(address))
+
+
+def _without_login(text: str) -> str:
+    return _LOGIN_IN_ADDRESS.sub(r"\1***@", text)
+
+
+def _without_secrets(query: str) -> str:
+    query = _POLICY.sub(r"\1***", query) if _SIGNED.search(query) else query
+    return _SECRET.sub(r"\1***", query)
 
 
 _STORE_LIBRARIES = ("gcsfs", "s3fs", "aiobotocore", "botocore")

@@ -12,11 +12,13 @@ from object_stores import bucket, store_servers  # noqa: F401
 
 from pe_lab import prepare, storage
 from pe_lab.config import Config, DataConfig, SourceConfig, to_json
-from pe_lab.data import mixture
+from pe_lab.data import mixture, preparation
 from pe_lab.data.sources import InputShard, files, open_source
+from pe_lab.data.sources.records import Records
+from pe_lab.data.tokenizers import load_tokenizer
 from pe_lab.errors import UserError, redacted
 from pe_lab.identity import config_hash
-from pe_lab.storage import inputs
+from pe_lab.storage import InputFile, inputs
 from pe_lab.training.workdir import write_run
 
 TEXTS = [f"document {i} é" for i in range(200)]
@@ -163,6 +165,29 @@ def test_credentials_of_an_address_are_used_and_stored_nowhere(server, tmp_path,
         ),
         ("--x='https://h/f?access_token=abc' --y", "--x='https://h/f?access_token=***' --y"),
         ("https://h/f?api_key=abc&monkey=1&size=2", "https://h/f?api_key=***&monkey=1&size=2"),
+        ("https://h/f?key=AIzaSy-x_1&alt=media", "https://h/f?key=***&alt=media"),
+        ("https://h/f?key=ab/cd%2Bef==", "https://h/f?key=***"),
+        ("https://h/f?key=part/a.jsonl&v=1", "https://h/f?key=part/a.jsonl&v=1"),
+        ("'https://h/f?key={00..01}.jsonl.gz' is", "'https://h/f?key={00..01}.jsonl.gz' is"),
+        ("https://h/f?policy=open", "https://h/f?policy=open"),
+        ("https://h/f?Signature=a&Policy=b&Key-Pair-Id=c", "https://h/f?Signature=***&Policy=***&Key-Pair-Id=***"),
+        *(
+            (f"https://h/f?{name}=a.b/c&page=1", f"https://h/f?{name}=***&page=1")
+            for name in (
+                "secret_key",
+                "SecretKey",
+                "subscription-key",
+                "AuthKey",
+                "private_key",
+                "app_key",
+                "jwt",
+                "bearer",
+                "hmac",
+                "session_id",
+                "sessionid",
+                "x-functions-key",
+            )
+        ),
         (
             "hf://datasets/o/n@main/x gs://b/a@b rope/beta=0.4@1024",
             "hf://datasets/o/n@main/x gs://b/a@b rope/beta=0.4@1024",
@@ -171,6 +196,39 @@ def test_credentials_of_an_address_are_used_and_stored_nowhere(server, tmp_path,
 )
 def test_what_is_a_credential(text, shown):
     assert redacted(text) == shown
+
+
+def files_at(*addresses):
+    """The source of files of one size, which only their addresses tell apart."""
+    config = SourceConfig(f"jsonl:{addresses[0]}")
+    return files.JsonLines(config.source, [InputFile(address, 10) for address in addresses], Records(config))
+
+
+def test_the_digest_of_an_address_is_of_what_it_names():
+    def identity(address):
+        return str(files_at(address).identity())
+
+    assert len({identity(f"https://h/f?key={key}") for key in ("a.jsonl", "b.jsonl", "a", "b")}) == 4
+    assert identity("https://h/f?key=a&token=1&secret_key=2") == identity("https://h/f?key=a&token=3&secret_key=4")
+    assert identity("https://u:p@h/f?Policy=a&Signature=b") == identity("https://v:q@h/f?Policy=c&Signature=d")
+    assert identity("https://h/f?policy=a") != identity("https://h/f?policy=b")
+
+
+def test_files_that_a_key_tells_apart_are_prepared_each(tmp_path, monkeypatch):
+    tokenizer, places = load_tokenizer("bytes"), []
+    monkeypatch.setattr(preparation, "open_source", lambda config: files_at(config.source.removeprefix("jsonl:")))
+    monkeypatch.setattr(preparation, "_cached", lambda directory, *_: places.append(directory) or directory)
+    monkeypatch.setattr(preparation, "load_saved_tokenizer", lambda directory: tokenizer)
+    for query in ("key=a.jsonl", "key=b.jsonl", "key=a", "key=b", "key=b&sig=1", "key=b&sig=2"):
+        config = SourceConfig(f"jsonl:https://h/f?{query}")
+        preparation.ensure_prepared(config, tokenizer, "bytes", tmp_path, 0.1)
+        preparation.ensure_tokenizer("sentencepiece:train:300", [config], tmp_path)
+    for kind in (places[::2], places[1::2]):
+        assert len(set(kind)) == 5 and kind[4] == kind[5]  # another signature is no other file
+
+
+def test_the_name_of_a_part_has_nothing_of_a_signature_with_a_slash():
+    assert str(files.Part("https://h/f.jsonl?sig=ab/cd", 10, 0, 10)) == "f.jsonl?sig=***"
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,8 @@ def test_what_was_interrupted_goes_on_where_it_stopped(tmp_path, shards, after):
         run(config, tmp_path / "out", filters=ALL, executor=interrupted(after, steps))
     assert not (tmp_path / "out").exists() and len(steps) == after
     building = building_directory(tmp_path / "out")
+    plan = building / shard_preparation.WORK / shard_preparation.PLAN_FILE  # may have credentials of an address
+    assert plan.stat().st_mode & 0o777 == 0o600
     (building / ".train-00001-00000.safetensors.123").write_bytes(b"of a killed process")
     run(config, tmp_path / "out", filters=ALL, executor=interrupted(99, steps))
     assert sorted(steps) == [(step, shard) for step in ("fingerprints", "shard") for shard in range(5)]  # each once

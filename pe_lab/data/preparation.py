@@ -42,7 +42,7 @@ from pe_lab.data.tokenizers import (
     train_sentencepiece,
     training_size,
 )
-from pe_lab.errors import ConfigError, DataError, UserError, redacted
+from pe_lab.errors import ConfigError, DataError, UserError, redacted, resource
 from pe_lab.storage import (
     AnyPath,
     LeaseTaken,
@@ -221,14 +221,14 @@ def _writing(directory: AnyPath) -> Iterator[None]:
 def _begin(building: AnyPath, plan: Plan, tokenizer: Tokenizer, directory: AnyPath) -> Place:
     """Writes the tokenizer and the plan, or compares the plan with the one that is there.
 
-    The plan has the addresses as they are given, for the processes that read them; it is removed with the shards' files
-    when the data are whole. Credentials may be others than when it was begun.
+    The plan has the addresses as they are given, for the processes that read them, so on a disk only its owner reads
+    it; it is removed with the shards' files when the data are whole. Credentials may be others than when it was begun.
     """
     wanted, path = json.loads(json.dumps(plan.to_json())), building / WORK / PLAN_FILE
     place = Place(str(building), _hash(wanted))
     if not is_file(path):
         save_tokenizer(tokenizer, building / TOKENIZER_DIRECTORY)
-        write_json(path, wanted)
+        write_json(path, wanted, private=True)
         return place
     found = read_json(path)
     for name in wanted:
@@ -240,7 +240,7 @@ def _begin(building: AnyPath, plan: Plan, tokenizer: Tokenizer, directory: AnyPa
         advice = f"Choose another directory; or, to begin anew, remove {path.parent if is_remote(path) else building}."
         raise ConfigError(f"The preparation of '{directory}' was interrupted, and {changed}. {advice}")
     if found != wanted:
-        write_json(path, wanted)
+        write_json(path, wanted, private=True)
     return place
 
 
@@ -310,7 +310,14 @@ def ensure_prepared(
     """
     source = open_source(config)
     options, shown = dict(config.options), redacted(config.source)
-    key = [shown, config.column, options, source.identity(), tokenizer.fingerprint, validation_fraction]
+    key = [
+        resource(config.source),
+        config.column,
+        options,
+        source.identity(),
+        tokenizer.fingerprint,
+        validation_fraction,
+    ]
     key += [chat_fingerprint(tokenizer)] if config.chat else []
     name = re.sub(r"[^A-Za-z0-9]+", "-", shown).strip("-")[:40].lower() or "source"
     directory = cache_dir / f"{name}-{_hash(key)}"
@@ -337,7 +344,7 @@ def ensure_tokenizer(
         raise ConfigError(
             f"data.tokenizer={specification!r} has no text to train on. Add a text source, or use tokenizer=bytes."
         )
-    key = [size, [[s.name, c.column, s.identity()] for s, c in zip(sources, configs, strict=True)]]
+    key = [size, [[resource(s.name), c.column, s.identity()] for s, c in zip(sources, configs, strict=True)]]
     directory = cache_dir / f"tokenizer-sentencepiece-{size}-{_hash(key)}"
 
     def make() -> None:

@@ -98,7 +98,7 @@ def check_place(option: str, path: AnyPath, new: bool = False, file: bool = Fals
 
 
 def _refuse_filled(path: AnyPath, what: str) -> None:
-    """`ConfigError` if a path is anything but an empty directory, or a store's that a process is putting or has left."""
+    """`ConfigError` if a path is there, but for an empty directory, or one of a store that is not yet whole."""
     if is_remote(path):
         filled = bool(listing(path)) and not exists(path / INCOMPLETE)
     else:

@@ -150,9 +150,9 @@ def salvage_json(path: AnyPath, show: Callable[[str], None]) -> dict[str, Any]:
     return value or {}
 
 
-def write_json(path: AnyPath, value: Any, advice: str = "") -> AnyPath:
-    """Writes a value as indented JSON, atomically."""
-    return write_file(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n", advice)
+def write_json(path: AnyPath, value: Any, advice: str = "", private: bool = False) -> AnyPath:
+    """Writes a value as indented JSON, atomically; `private` as for `write_files`."""
+    return write_file(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n", advice, private)
 
 
 def write_records(path: AnyPath, records: Iterable[Mapping[str, Any]], advice: str = "") -> AnyPath:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from pe_lab.data.sources.records import Records
 from pe_lab.data.sources.source import SHARD_BYTES, Document, InputShard, Source, grouped, split_evenly
-from pe_lab.errors import DataError, UserError, redacted
+from pe_lab.errors import DataError, UserError, redacted, resource
 from pe_lab.storage import InputFile, json_object, open_file
 
 COMPRESSED = (".gz", ".zst")
@@ -32,7 +32,7 @@ class Part(NamedTuple):
     stop: int
 
     def __str__(self) -> str:
-        base = redacted(self.name.rpartition("/")[2])
+        base = redacted(self.name).rpartition("/")[2]  # a signature may have a slash
         whole = self.stop - self.start == self.size
         return base if whole else f"{base} bytes {self.start:,} to {self.stop:,}"
 
@@ -78,7 +78,7 @@ class Files(Source):
         return None
 
     def identity(self) -> Any:
-        named = [(redacted(file.name), file.size, file.version) for file in self._files]
+        named = [(resource(file.name), file.size, file.version) for file in self._files]
         files = [one if one[2] else one[:2] for one in named]
         digest = hashlib.blake2b(repr(files).encode(), digest_size=8).hexdigest()
         total = {"files": len(files), "bytes": sum(file.size for file in self._files), "names_and_sizes": digest}
