@@ -23,7 +23,7 @@ STUDY = Study(
             f"p_rope_75: {LOSS}",
             (f"rope: {LOSS}",),
             lower=True,
-            within=0.01,
+            tolerance=0.01,
             unit=NATS,
         ),
         Criterion(

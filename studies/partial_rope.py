@@ -24,7 +24,7 @@ STUDY = Study(
     arms=(ROPE, PARTIAL, NOPE, *HIGH.values()),
     criteria=(
         Criterion(
-            "as good as RoPE", f"partial_rope_10: {LOSS}", (f"rope: {LOSS}",), lower=True, within=0.02, unit=NATS
+            "as good as RoPE", f"partial_rope_10: {LOSS}", (f"rope: {LOSS}",), lower=True, tolerance=0.02, unit=NATS
         ),
         Criterion("better than NoPE", f"partial_rope_10: {LOSS}", (f"nope: {LOSS}",), lower=True, by=0.01, unit=NATS),
         Criterion(

@@ -1,8 +1,8 @@
 """What zero-shot YaRN does with tokens beyond the training length."""
 
-from pe_lab.studies import Criterion, Study
+from pe_lab.studies import Criterion, Study, losses, scores, together
 
-from .arms import FOUND, NATS, ROPE, finds
+from .arms import FOUND, NATS, ROPE, TRIGRAM, beats_trigram, finds
 
 STUDY = Study(
     claim="At twice the training length zero-shot YaRN finds as many needles as a model that reads only the last "
@@ -29,7 +29,9 @@ STUDY = Study(
             unit=NATS,
         ),
     ),
-    preconditions=(finds("rope", "RoPE"),),
+    preconditions=(finds("rope", "RoPE"), beats_trigram("rope", "RoPE")),
+    references=TRIGRAM,
+    measure=together(scores, losses),
     tried="The model is trained on these needles, as the paper's are not. The first rule asked at 4x and 8x as well, "
     "where the paper does not.",
     recipes={"rope": "configs/table1.py:method=rope"},

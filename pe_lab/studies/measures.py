@@ -77,7 +77,8 @@ def validation_names(phase: Phase) -> list[str]:
 def spikes(directory: AnyPath) -> dict[str, float]:
     """How often the training loss jumped and stayed above, `loss spikes`, and by how much, `loss excess`, in nats.
 
-    Partial RoPE's spikes are losses that do not come back soon, or at all; a single high loss is none.
+    Partial RoPE's spikes are losses that do not come back soon, or at all; a single high loss is none. A logged loss
+    that is no finite number, or null, is that of a run that has diverged.
     """
     (run,) = read_runs([directory])
     found = {"loss spikes": 0.0, "loss excess": 0.0}
@@ -85,8 +86,8 @@ def spikes(directory: AnyPath) -> dict[str, float]:
         logged = {}
         for record in phase.metrics:
             step, loss = number(record, "step"), number(record, "loss")
-            if step is not None and loss is not None and "event" not in record:  # events are not evenly spaced
-                logged[step] = loss
+            if step is not None and "loss" in record and "event" not in record:  # events are not evenly spaced
+                logged[step] = math.nan if loss is None else loss
         if len(logged) > 1:
             steps, losses = np.asarray(sorted(logged.items()), np.float64).T
             every = float(np.median(np.diff(steps)))
@@ -100,25 +101,33 @@ def lasting_spikes(losses: Float[np.ndarray, " n"], window: int, lasts: int, dev
 
     The median, and the deviation as 1.4826 times the median absolute deviation from it, are those of the last `window`
     losses that did not lie above: a jump is judged against what was before it, and counts once, however long it lasts.
-    Nothing is judged before `window` losses. A loss that is not finite lies above.
+    No finite loss is judged before `window` losses. One that is not finite lies above, wherever it is.
     """
     before: list[float] = []
     found = above = 0
     for loss in losses:
         middle = float(np.median(before)) if before else math.inf
         spread = 1.4826 * float(np.median(np.abs(np.asarray(before) - middle))) if before else 0.0
-        if len(before) >= max(window, 2) and not loss <= middle + deviations * spread:
+        judged = len(before) >= max(window, 2)
+        if not math.isfinite(loss) or (judged and loss > middle + deviations * spread):
             above += 1
             found += above == max(lasts, 1)
         else:
             above = 0
-            before = [*before[1 - max(window, 2) :], float(loss)] if math.isfinite(loss) else before
+            before = [*before[1 - max(window, 2) :], float(loss)]
     return found
 
 
 def largest_excess(losses: Float[np.ndarray, " n"], lasts: int) -> float:
-    """How far the running median of `lasts` losses rises above its lowest value before, in nats; 0 if it only falls."""
+    """How far the running median of `lasts` losses rises above its lowest value before, in nats; 0 if it only falls.
+
+    A loss that is not finite counts as the largest that is, mostly that of random weights: an infinite excess would
+    have no mean and no interval. It is 0 where none is finite.
+    """
+    known = np.isfinite(losses)
+    if not known.any():
+        return 0.0
     width = min(max(lasts, 1), len(losses))
-    finite = np.nan_to_num(losses, nan=np.inf, posinf=np.inf)
+    finite = np.where(known, losses, np.max(losses[known]))
     smooth = np.median(np.lib.stride_tricks.sliding_window_view(finite, width), axis=1)
-    return float(np.max(smooth - np.minimum.accumulate(smooth))) if np.isfinite(smooth[0]) else math.inf
+    return float(np.max(smooth - np.minimum.accumulate(smooth)))

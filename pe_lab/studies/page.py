@@ -83,9 +83,15 @@ def _section(result: Mapping[str, Any], figures: str) -> str:
     lines += ["", f"Command: `{result['command']}`", ""]
     if result["tried"]:
         lines += [" ".join(result["tried"].split()), ""]
-    if taken := as_dict(result.get("taken_from")):
-        of = ", ".join(f"`{arm}` of [{study}](#{study.replace('_', '-')})" for arm, study in taken.items())
-        lines += [f"Numbers of the same runs, measured in another study: {of}.", ""]
+    for same_runs, words in ((True, "the same runs"), (False, "the same recipe and seeds, of runs that may be others")):
+        taken = {
+            arm: about["study"]
+            for arm, about in as_dict(result.get("taken_from")).items()
+            if about["same_runs"] == same_runs
+        }
+        if taken:
+            of = ", ".join(f"`{arm}` of [{study}](#{study.replace('_', '-')})" for arm, study in taken.items())
+            lines += [f"Numbers of {words}, measured in another study: {of}.", ""]
     if (changes := rule_changes(result)) > 0:
         lines += [f"The rule was changed after a run, {changes} time{'s' * (changes > 1)}:", ""]
         for one in mappings(result["history"]):

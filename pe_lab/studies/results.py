@@ -102,8 +102,8 @@ def judge_again(
     """A result under the rule that its study has now, from the numbers that it has; no run is needed.
 
     Numbers that the study did not measure when it was run are those of other results, whose arm has the same recipe;
-    `taken_from` says of which. References are measured, once for all results: `others` has them then. A
-    criterion on numbers that no run has logged is "not measured".
+    `taken_from` says which, of which, and whether they are of the same runs. References are measured, once for all
+    results: `others` has them then. A criterion on numbers that no run has logged is "not measured".
 
     Args:
       study: at the result's size.
@@ -112,21 +112,34 @@ def judge_again(
       why: the rule was changed, for the history.
 
     Raises:
-      ConfigError: a precondition's number is in none of them.
+      ConfigError: a precondition's number is in none of them, or the numbers are those of another recipe.
       DataError: the data of a reference cannot be read.
     """
+    result = _without_taken(result)
     values = {arm: dict(metrics) for arm, metrics in as_dict(result["values"]).items()}
     arms = {name: dict(about) for name, about in as_dict(result["arms"]).items()}
-    taken = dict(as_dict(result.get("taken_from")))
+    taken: dict[str, Any] = {}
     known = {arm.name: arm for arm in study.all_arms}
+    for name in arms:
+        if name in values and name in known and not _same_arm(result, {"arms": {name: _recipe(known[name])}}, name):
+            raise ConfigError(f"study '{study.name}': arm '{name}' has another recipe than its runs. Run it again.")
     for name in (arm.name for arm in study.arms):
         missing = _needed(study, name) - set(values.get(name, {}))
-        if missing and (other := _with_numbers(known[name], missing, result, others)):
+        if missing and (found := _with_numbers(known[name], missing, result, others)):
+            other, same_runs = found
+            if name not in values:
+                arms[name] = dict(other["arms"][name])
             values.setdefault(name, {}).update({metric: other["values"][name][metric] for metric in sorted(missing)})
-            arms.setdefault(name, dict(other["arms"][name]))
-            taken[name] = other["study"]
-    for name in (name for name in study.references if name not in values):
-        kept = [one["values"][name] for one in others if name in one["values"] and one["seeds"] == result["seeds"]]
+            taken[name] = {"study": other["study"], "numbers": sorted(missing), "same_runs": same_runs}
+    for name, about in _references(study).items():
+        if name in values and as_dict(result.get("references")).get(name) == about:
+            continue
+        kept = [
+            one["values"][name]
+            for one in others
+            if as_dict(one.get("references")).get(name) == about
+            and (one["seeds"], one["size"]) == (result["seeds"], result["size"])
+        ]
         values[name] = kept[0] if kept else _measured(study, name, result["seeds"])
     for name, about in arms.items():
         about |= _at_paper_size(study, name)
@@ -134,6 +147,32 @@ def judge_again(
     judgement = judge(study.criteria, _values(now), study.preconditions, missing_is_unmeasured=True)
     now |= _judged(study, judgement, len(result["seeds"]), result, why)
     return finite(now | ({"taken_from": taken} if taken else {}))
+
+
+def _without_taken(result: Mapping[str, Any]) -> dict[str, Any]:
+    """A result without the numbers that it has from others, so that they are chosen anew."""
+    values = {arm: dict(metrics) for arm, metrics in as_dict(result["values"]).items()}
+    arms = dict(as_dict(result["arms"]))
+    for name, about in as_dict(result.get("taken_from")).items():
+        for metric in about["numbers"]:
+            values.get(name, {}).pop(metric, None)
+        if not values.get(name):  # the arm was not in the study when it was run
+            values.pop(name, None)
+            arms.pop(name, None)
+    return {key: value for key, value in result.items() if key != "taken_from"} | {"values": values, "arms": arms}
+
+
+def _recipe(arm: Arm) -> dict[str, str]:
+    return {"recipe": arm.recipe, "surgery": arm.surgery}
+
+
+def _references(study: Study) -> dict[str, dict[str, str]]:
+    """What the numbers of each reference are of: the recipe of its arm, and the name of its measure."""
+    recipes = {arm.name: arm.recipe for arm in study.arms}
+    return {
+        name: {"recipe": recipes[one.arm], "measure": getattr(one.measure, "__name__", "")}
+        for name, one in study.references.items()
+    }
 
 
 def _needed(study: Study, arm: str) -> set[str]:
@@ -144,22 +183,50 @@ def _needed(study: Study, arm: str) -> set[str]:
 
 def _with_numbers(
     arm: Arm, metrics: set[str], result: Mapping[str, Any], others: Sequence[Mapping[str, Any]]
-) -> Mapping[str, Any] | None:
-    """A result with numbers of an arm of the same recipe, for the same seeds; of several, one of the same runs."""
+) -> tuple[Mapping[str, Any], bool] | None:
+    """A result with numbers of an arm of the same recipe, for the same seeds, and whether they are of the same runs.
+
+    Of several, the one with the largest share of equal numbers; another result's own numbers alone count.
+    """
     found = []
-    for other in others:
-        theirs = as_dict(as_dict(other["arms"]).get(arm.name))
-        if (theirs.get("recipe"), theirs.get("surgery")) == (arm.recipe, arm.surgery) and (
-            metrics <= set(as_dict(other["values"].get(arm.name)))
+    for other in map(_without_taken, others):
+        if (
+            _same_arm(other, {"arms": {arm.name: _recipe(arm)}}, arm.name)
+            and metrics <= set(as_dict(other["values"].get(arm.name)))
             and (other["seeds"], other["size"]) == (result["seeds"], result["size"])
         ):
-            shared = [
-                listed == as_dict(other["values"].get(name)).get(metric)
-                for name, numbers in as_dict(result["values"]).items()
-                for metric, listed in as_dict(numbers).items()
-            ]
-            found.append((any(shared), other))
-    return max(found, key=lambda one: one[0])[1] if found else None
+            found.append((_share_of_equal(result, other), other))
+    if not found:
+        return None
+    share, best = max(found, key=lambda one: one[0])
+    return best, share == 1
+
+
+def _same_arm(one: Mapping[str, Any], other: Mapping[str, Any], name: str) -> bool:
+    """Whether two results have an arm of a name, of the same recipe and surgery."""
+    both = [as_dict(as_dict(each["arms"]).get(name)) for each in (one, other)]
+    recipes = [(about.get("recipe"), about.get("surgery")) for about in both]
+    return all(both) and recipes[0] == recipes[1]
+
+
+def _share_of_equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
+    """Of the numbers that two results have of arms of the same recipe, the share that is equal in all seeds; 0 of none.
+
+    The seconds that an arm was trained for are such a number. Equal numbers that are the same in every seed, such as
+    all of the needles, are no evidence of the same runs, and are left out.
+    """
+    equal = []
+    for name in as_dict(one["arms"]):
+        if not _same_arm(one, other, name):
+            continue
+        seconds = [each["arms"][name].get("seconds") for each in (one, other)]
+        if all(seconds):
+            equal.append(seconds[0] == seconds[1])
+        theirs = as_dict(as_dict(other["values"]).get(name))
+        for metric, listed in as_dict(as_dict(one["values"]).get(name)).items():
+            if metric in theirs and not (listed == theirs[metric] and len(set(listed)) == 1):
+                equal.append(listed == theirs[metric])
+    return sum(equal) / len(equal) if equal else 0.0
 
 
 def _measured(study: Study, name: str, seeds: Sequence[int]) -> dict[str, list[float]]:
@@ -178,6 +245,7 @@ def _words(study: Study) -> dict[str, Any]:
         "quote": study.quote,
         "tried": study.tried,
         "curves": {panel: dict(lines) for panel, lines in study.curves.items()},
+        "references": _references(study),
     }
 
 
@@ -186,7 +254,8 @@ def _judged(
 ) -> dict[str, Any]:
     """Verdict, criteria, preconditions and history as JSON."""
     history = mappings((before or {}).get("history"))
-    if not history or history[-1].get("rule") != study.rule or (why and why != history[-1].get("why")):
+    last = history[-1] if history else {}
+    if last.get("rule") != study.rule or (why and last.get("verdict") != judgement.verdict):
         history = [*history, {"time": _now(), "rule": study.rule} | ({"why": why} if why else {})]
     history[-1] = {**history[-1], "verdict": judgement.verdict, "seeds": seeds}
     return {

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import inspect
 import math
+import re
 import shlex
 import subprocess
 import sys
@@ -22,8 +22,9 @@ from pe_lab.errors import ConfigError, UserError
 from pe_lab.identity import config_hash
 from pe_lab.parallel.mesh import AXES
 from pe_lab.recipes import explained, load_config
-from pe_lab.results.records import number
+from pe_lab.results.records import digest, number
 from pe_lab.storage import AnyPath, exists, is_file, read_json, write_file, write_json
+from pe_lab.studies.measures import scores
 from pe_lab.studies.study import Arm, Study
 from pe_lab.studies.verdict import Values
 from pe_lab.sweeps import Runner, Sweep, run_sweep
@@ -173,11 +174,9 @@ def failed(states: Sequence[CellState]) -> list[CellState]:
 def collect(study: Study, levels: Sequence[Level], show: Callable[[str], None] = print) -> Values:
     """The numbers of all trained cells of the study's arms, and of its references, {arm: {metric: {seed: value}}}.
 
-    What a study's own function measures is kept in `measures/STUDY` of the directory, by the run's config and the code
-    that measures, and not measured twice.
+    What a study's own function measures is kept in `measures/STUDY` of the directory, by the run's config and logs and
+    the code that measures, and not measured twice.
     """
-    from pe_lab.studies.measures import scores
-
     listed = {arm.name for arm in study.arms}
     values: dict[str, dict[str, dict[int, float]]] = {
         name: {} for name in (*(arm.name for arm in study.arms), *study.references)
@@ -188,15 +187,20 @@ def collect(study: Study, levels: Sequence[Level], show: Callable[[str], None] =
             if cell.setting["arm"] not in listed or cell.name in left:
                 continue
             run, where = level.sweep.directory / cell.name, level.sweep.directory / "measures"
-            measures = {cell.setting["arm"]: scores(run)} if study.measure is scores else {}
+            measures: dict[str, Mapping[str, float]] = {}
+            if study.measure is scores:
+                measures[cell.setting["arm"]] = scores(run)
             if not measures:
                 path = where / study.name / f"{cell.name}.json"
-                measures[cell.setting["arm"]] = _kept(path, cell, study.file, lambda run=run: study.measure(run), show)
+                key = [_code(study.file, inspect.getfile(scores)), records_digest(run, study.evaluation is not None)]
+                measures[cell.setting["arm"]] = _kept(
+                    path, cell, key, study.file, lambda run=run: study.measure(run), show
+                )
             for name, reference in study.references.items():
                 if reference.arm == cell.setting["arm"]:
                     path, code = where / name / f"{cell.name}.json", inspect.getfile(reference.measure)
                     measures[name] = _kept(
-                        path, cell, code, lambda of=reference.measure, cell=cell: of(cell.config), show
+                        path, cell, [_code(code)], code, lambda of=reference.measure, cell=cell: of(cell.config), show
                     )
             for name, found in measures.items():
                 for metric, value in found.items():
@@ -204,11 +208,41 @@ def collect(study: Study, levels: Sequence[Level], show: Callable[[str], None] =
     return values
 
 
+def _code(*files: str) -> str:
+    """A digest of code that measures: of files, and of those that they import from their directory (`from .arms`)."""
+    found: dict[Path, str] = {}
+    left = [Path(file) for file in files]
+    while left:
+        path = left.pop()
+        if path not in found and path.is_file():
+            found[path] = path.read_text()
+            left += [path.with_name(f"{name}.py") for name in re.findall(r"^from \.(\w+)", found[path], re.MULTILINE)]
+    return digest(sorted((path.name, text) for path, text in found.items()))
+
+
+def records_digest(run: AnyPath, evaluated: bool) -> str:
+    """A digest of what a run has logged in training, and of its evaluations if it is `evaluated` for the study."""
+    from pe_lab.analysis.runs import read_runs
+
+    (read,) = read_runs([run])
+    return digest([[phase.metrics for phase in read.phases], read.evaluation if evaluated else {}])
+
+
 def _kept(
-    path: AnyPath, cell: Cell, code: str, measure: Callable[[], Mapping[str, float]], show: Callable[[str], None]
+    path: AnyPath,
+    cell: Cell,
+    key: Sequence[str],
+    code: str,
+    measure: Callable[[], Mapping[str, float]],
+    show: Callable[[str], None],
 ) -> Mapping[str, float]:
-    """The numbers of a cell from `path`, or measured and kept there; `code` is the file of the code that measures."""
-    key = [config_hash(cell.config), hashlib.sha256(Path(code).read_bytes()).hexdigest()[:12]]
+    """The numbers of a cell from `path`, or measured and kept there.
+
+    Args:
+      key: of all that they depend on, apart from the cell's config.
+      code: the file that an error of `measure` is blamed on.
+    """
+    key = [config_hash(cell.config), *key]
     if is_file(path) and (known := read_json(path)).get("key") == key:
         return known["values"]
     show(f"measuring {cell.name}: {path.parent.name}")

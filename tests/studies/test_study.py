@@ -14,11 +14,12 @@ from pe_lab.errors import ConfigError
 from pe_lab.model import preset
 from pe_lab.positional import Layer, Rope
 from pe_lab.recipes import load_config
-from pe_lab.studies import Arm, Criterion, Study, load_studies
+from pe_lab.studies import Arm, Criterion, Precondition, Reference, Study, load_studies
 from pe_lab.studies.figure import draw
 from pe_lab.studies.measures import scores
 from pe_lab.studies.page import BEGIN, END, markdown, with_generated
-from pe_lab.studies.results import described, effect, leading, point, read_results, rule_changes
+from pe_lab.studies.results import described, effect, judge_again, leading, point, read_results, rule_changes
+from pe_lab.studies.running import collect, make_levels, records_digest
 from pe_lab.studies.study import load_study, study_names
 from pe_lab.studies.verdict import judge
 from pe_lab.study import main
@@ -207,7 +208,7 @@ def test_every_study_loads_and_their_arms_agree():
         for recipe in study.recipes.values():
             assert load_config(recipe, inherit=_with_shape).phases
         assert study.quote or study.paper.startswith("ours"), study.name  # a paper's claim is in its own words
-    assert load_study("p_rope").rule[0] == "p_rope_75: validation prose = rope: validation prose, within 0.01"
+    assert load_study("p_rope").rule[0] == "p_rope_75: validation prose < rope: validation prose + 0.01"
 
 
 def test_the_number_of_a_suite_is_the_mean_of_its_tasks(tmp_path):
@@ -349,7 +350,10 @@ def test_results_are_judged_again_without_their_runs(study, capsys):
     assert capsys.readouterr().out == "better: confirmed -> not testable at this size\n"
     (result,) = (one for one in read_results(where) if one["study"] == "better")
     assert {arm: result["values"][arm] for arm in before["values"]} == before["values"]
-    assert result["taken_from"] == {"other": "another"} and result["values"]["size"]["heads"] == [4.0, 4.0]
+    assert result["taken_from"] == {
+        "other": {"study": "another", "numbers": ["validation"], "same_runs": False}  # they have no number in common
+    }
+    assert result["values"]["size"]["heads"] == [4.0, 4.0]
     assert [one["met"] for one in result["preconditions"]] == [False, True]
     assert [one["verdict"] for one in result["history"]] == ["confirmed", "not testable at this size"]
     assert result["history"][-1]["why"] == "A precondition was missing."
@@ -363,6 +367,144 @@ def test_results_are_judged_again_without_their_runs(study, capsys):
     assert main(["better.py", "--judge= ", f"--out={where}"]) == 2
     assert main(["--judge=why", "--out=nowhere"]) == 2
     assert "'nowhere' has no results" in capsys.readouterr().err
+
+
+def made_up(name, values, size="laptop", recipe="a.py", seconds=0.0):
+    """A result with arms of one recipe and surgery."""
+    arms = {arm: {"recipe": f"{recipe}:{arm}", "surgery": "", "seconds": seconds} for arm in values}
+    return {"study": name, "size": size, "seeds": [0, 1, 2], "arms": arms, "values": values}
+
+
+NEEDED = Study(
+    claim="A is better than b.",
+    paper="none",
+    arms=(Arm("a", "a.py:a"), Arm("b", "a.py:b")),
+    criteria=(Criterion("lower", "a: loss", ("b: loss",), lower=True, by=0.01),),
+    name="needed",
+)
+
+
+def judged_again(result, others, study=NEEDED):
+    history = {
+        "criteria": [],
+        "preconditions": [],
+        "history": [{"time": "2026-01-01", "rule": ["another"], "verdict": "confirmed"}],
+        "verdict": "not settled",
+    }
+    return judge_again(study, {**history, **result}, others, "why")
+
+
+def test_numbers_are_taken_from_the_same_runs_where_they_can_be():
+    """All of the needles are found in every run, and say nothing about which runs they are."""
+    result = made_up("needed", {"a": {"loss": [3.0, 3.1, 3.2], "needles": [1.0] * 3, "text": [3.5, 3.6, 3.7]}})
+    other = made_up("other", {"a": {"needles": [1.0] * 3, "text": [3.4, 3.6, 3.8]}, "b": {"loss": [4.0, 4.0, 4.2]}})
+    same = made_up("same", {"a": {"loss": [3.0, 3.1, 3.2]}, "b": {"loss": [4.1, 4.1, 4.3]}})
+    for others in ([other, same], [same, other]):
+        found = judged_again(result, others)
+        assert found["values"]["b"]["loss"] == [4.1, 4.1, 4.3]
+        assert found["taken_from"] == {"b": {"study": "same", "numbers": ["loss"], "same_runs": True}}
+    found = judged_again(result, [other])
+    assert found["taken_from"]["b"]["same_runs"] is False
+    page = markdown([{**found, "quote": "", "tried": "", "arms": {}, "minutes": 0, "command": ""}], "figures")
+    assert "Numbers of the same recipe and seeds, of runs that may be others, measured in another study: `b` of" in page
+    again = judged_again(found, [same])  # what was taken is chosen anew, and not taken on from a result that took it
+    assert again["values"]["b"]["loss"] == [4.1, 4.1, 4.3] and again["taken_from"]["b"]["study"] == "same"
+    assert "b" not in judged_again(result, [{**found, "study": "took"}])["values"]
+
+
+def test_runs_are_the_same_by_the_seconds_that_they_took():
+    result = made_up("needed", {"a": {"loss": [3.0, 3.1, 3.2]}}, seconds=12.345678)
+    other = made_up("other", {"a": {"text": [4.0] * 3}, "b": {"loss": [4.0, 4.0, 4.2]}}, seconds=12.3)
+    same = made_up("same", {"a": {"text": [4.0] * 3}, "b": {"loss": [4.1, 4.1, 4.3]}}, seconds=12.345678)
+    assert judged_again(result, [other, same])["taken_from"]["b"] == {
+        "study": "same",
+        "numbers": ["loss"],
+        "same_runs": True,
+    }
+
+
+def test_numbers_of_another_recipe_are_not_judged_again():
+    result = made_up("needed", {"a": {"loss": [3.0, 3.1, 3.2]}, "b": {"loss": [4.0] * 3}}, recipe="before.py")
+    with pytest.raises(ConfigError, match="arm 'a' has another recipe than its runs. Run it again"):
+        judged_again(result, [])
+
+
+def test_a_reference_is_taken_for_the_same_recipe_and_size_alone():
+    """Otherwise it is measured: another size, or another arm under the same name, has other numbers."""
+
+    def measured(config):
+        return {"heads": float(config.model.heads)}
+
+    recipe = "configs/claims.py:method=rope"
+    study = dataclasses.replace(
+        NEEDED,
+        arms=(Arm("a", recipe), Arm("b", "a.py:b")),
+        references={"size": Reference("a", measured)},
+        preconditions=(Precondition("heads", "size: heads", least=1),),
+    )
+    result = made_up("needed", {"a": {"loss": [3.0, 3.1, 3.2]}, "b": {"loss": [4.0] * 3}})
+    result["arms"]["a"]["recipe"] = recipe
+    known = {"size": {"recipe": recipe, "measure": "measured"}}
+    same = made_up("same", {"size": {"heads": [99.0] * 3}}) | {"references": known}
+    found = judged_again(result, [same], study)
+    assert found["values"]["size"]["heads"] == [99.0] * 3 and found["references"] == known
+    other = {"size": {"recipe": "configs/claims.py:method=nope", "measure": "measured"}}
+    another = {"size": {"recipe": recipe, "measure": "another"}}
+    for wrong in ({"size": "paper"}, {"references": other}, {"references": another}, {"references": {}}):
+        assert judged_again(result, [same | wrong], study)["values"]["size"]["heads"] == [2.0] * 3
+    kept = {**result, "values": {**result["values"], "size": {"heads": [99.0] * 3}}, "references": other}
+    assert judged_again(kept, [], study)["values"]["size"]["heads"] == [2.0] * 3
+
+
+def test_kept_numbers_are_measured_again_when_code_or_records_change(study, monkeypatch):
+    """2 s. `losses` is of pe_lab/studies/measures.py, and a study may import from the files beside it."""
+    (study / "shared.py").write_text("END = 'pretrain'\n")
+    path = study / "better.py"
+    path.write_text("from .shared import END\n" + path.read_text())
+    assert main(["better.py", "--seeds=1,"]) == 0
+
+    def measured():
+        shown, loaded = [], load_study("better.py")
+        levels = make_levels(loaded, "laptop", [1], Path("runs/studies/laptop"))
+        return collect(loaded, levels, shown.append)["child"]["validation"][1], len(shown)
+
+    assert measured() == (2.01, 0)
+    (study / "shared.py").write_text("END = 'recalibrate'\n")
+    assert measured() == (2.01, 2)
+    log = study / "runs/studies/laptop/child__seed=1/recalibrate/metrics.jsonl"
+    log.write_text(log.read_text().replace("2.01", "2.5"))
+    assert measured() == (2.5, 1)
+    changed = study / "changed.py"
+    changed.write_text("# other code\n")
+    monkeypatch.setattr("pe_lab.studies.running.inspect.getfile", lambda of: str(changed))
+    assert measured() == (2.5, 2)
+
+
+def test_records_of_evaluations_are_part_of_what_numbers_depend_on(tmp_path):
+    """A run that is evaluated again has other numbers; one whose study evaluates nothing has not."""
+    for name, content in {
+        "run.json": {"name": "run", "config": {}},
+        "pretrain/phase.json": {"phase": "pretrain", "steps": 1, "tokens_per_step": 1, "status": "complete"},
+        "evaluation/niah.jsonl": {"suite": "niah", "source": "multi_key", "score": 0.5},
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps(content) + "\n")
+    before = [records_digest(tmp_path, evaluated) for evaluated in (True, False)]
+    (tmp_path / "evaluation/niah.jsonl").write_text(
+        json.dumps({"suite": "niah", "source": "multi_key", "score": 0.75}) + "\n"
+    )
+    after = [records_digest(tmp_path, evaluated) for evaluated in (True, False)]
+    assert before[0] != after[0] and before[1] == after[1]
+
+
+def test_claims_of_the_papers_on_prose_ask_whether_the_model_predicts_it():
+    """A verdict on what the model does with prose needs one that a table of three tokens does not match."""
+    for study in load_studies(study_names()):
+        terms = [term for one in study.criteria for term in one.terms]
+        if not study.paper.startswith("ours") and any("prose" in term or ": text " in term for term in terms):
+            asked = any("trigram: " in one.of for one in study.preconditions)
+            # Instability is asked of the recalibration itself.
+            assert asked or study.name == "qk_norm_rate", study.name
 
 
 def test_a_reference_is_measured_beside_the_runs(study, capsys):

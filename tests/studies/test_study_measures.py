@@ -55,22 +55,39 @@ def test_losses_that_come_back_are_counted_each():
 def test_a_diverged_loss_is_a_spike():
     loss = falling()
     loss[300:] = math.nan
-    assert lasting_spikes(loss, WINDOW, LASTS) == 1 and largest_excess(loss, LASTS) == math.inf
+    assert lasting_spikes(loss, WINDOW, LASTS) == 1
+    assert largest_excess(loss, LASTS) == pytest.approx(2, abs=0.2)  # 3 at the end, and up to 5 that is known
+    assert lasting_spikes(loss[290:], WINDOW, LASTS) == 1  # before there is anything to compare with
+    assert largest_excess(np.full(9, math.nan), LASTS) == 0
+
+
+def write_log(directory, phases):
+    """A run with phases of these losses, one each ten steps, and warnings at steps of their own."""
+    (directory / "run.json").write_text(json.dumps({"name": "run", "config": {}}))
+    for name, losses in phases.items():
+        (directory / name).mkdir()
+        about = {"phase": name, "steps": 4000, "tokens_per_step": 1, "status": "complete"}
+        (directory / name / "phase.json").write_text(json.dumps(about))
+        records = [{"step": 10 * n, "loss": loss} for n, loss in enumerate(losses, 1)]
+        warned = [{"step": n, "loss": 99.0, "event": "spike"} for n in range(300, 360)]
+        validated = [{"step": n + 1, "validation_loss": 4.0} for n in range(0, 4000, 500)]
+        logged = sorted([*records, *warned, *validated], key=lambda one: one["step"])
+        (directory / name / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in logged))
 
 
 def test_spikes_of_a_run_are_those_of_its_log(tmp_path):
     """Every phase is judged by itself, and warnings, which are logged at steps of their own, are not losses."""
-    (tmp_path / "run.json").write_text(json.dumps({"name": "run", "config": {}}))
     jumps = falling()
     jumps[200:] += 2
-    for name, losses in {"short": falling() + 3, "pretrain": jumps}.items():
-        (tmp_path / name).mkdir()
-        about = {"phase": name, "steps": 4000, "tokens_per_step": 1, "status": "complete"}
-        (tmp_path / name / "phase.json").write_text(json.dumps(about))
-        records = [{"step": 10 * n, "loss": loss} for n, loss in enumerate(losses, 1)]
-        warned = [{"step": n, "loss": 99.0, "event": "spike"} for n in range(300, 360)]
-        logged = sorted([*records, *warned], key=lambda one: one["step"])
-        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in logged))
+    write_log(tmp_path, {"short": falling() + 3, "pretrain": jumps})
+    found = spikes(tmp_path)
+    assert found["loss spikes"] == 1 and found["loss excess"] == pytest.approx(2, abs=0.2)
+
+
+@pytest.mark.parametrize("lost", [math.nan, math.inf, None, 1e200])
+def test_a_run_that_diverged_has_a_spike_and_a_finite_excess(tmp_path, lost):
+    """Logs have null for what is not finite; an infinite excess would leave the seed without a number."""
+    write_log(tmp_path, {"pretrain": [*falling()[:300], *[lost] * 100]})
     found = spikes(tmp_path)
     assert found["loss spikes"] == 1 and found["loss excess"] == pytest.approx(2, abs=0.2)
 
