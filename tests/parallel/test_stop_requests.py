@@ -66,14 +66,23 @@ def test_an_interrupted_command_prints_one_line(capsys):
 # A process that compiles: the main thread is inside C, where no handler of Python's runs. Locking a mutex twice stays
 # there for ever.
 IN_C = """
-import ctypes, sys
+import ctypes, os, sys, threading, time
 from pe_lab.parallel import stopping
+
+def told():
+    asleep = 0  # how often in a row the main thread, which has the number of the process, was
+    while asleep < 10:
+        time.sleep(0.02)
+        with open(f"/proc/self/task/{os.getpid()}/stat") as stat:
+            asleep = asleep + 1 if stat.read().rpartition(")")[2].split()[0] == "S" else 0
+    print("ready", flush=True)
+
 stopping.PATIENCE, stopping.SAME_SECONDS = 1.0, float(sys.argv[2])
 with stopping.stop_requests() as stops:
     stops.can_save = sys.argv[1] == "can save"
     mutex, lock = ctypes.create_string_buffer(128), ctypes.CDLL(None).pthread_mutex_lock
     lock(mutex)
-    print("ready", flush=True)
+    threading.Thread(target=told, daemon=True).start()
     lock(mutex)
 """
 

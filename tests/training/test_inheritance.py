@@ -16,6 +16,7 @@ from pe_lab.config import from_dict, to_json
 from pe_lab.errors import UserError
 from pe_lab.positional import Rope, Yarn
 from pe_lab.recipes import load_config
+from pe_lab.storage.manifest import sealed
 from pe_lab.training import open_run
 from pe_lab.training.inheritance import inherit
 
@@ -68,7 +69,7 @@ def test_a_run_that_has_begun_does_without_its_checkpoint(recipe, trained, tmp_p
     parent, workdir = shutil.copytree(trained, tmp_path / "parent"), tmp_path / "run"
     config = load(recipe, parent)
     workdir.mkdir()
-    (workdir / "run.json").write_text(json.dumps({"config": to_json(config)}))
+    (workdir / "run.json").write_text(json.dumps(sealed({"config": to_json(config)})))
     shutil.copytree(parent / "tokenizer", workdir / "tokenizer")
     shutil.rmtree(parent)
     again = load(recipe, parent, workdir)

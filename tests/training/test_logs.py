@@ -7,7 +7,7 @@ import jax
 import pytest
 from tiny_runs import records
 
-from pe_lab.storage.manifest import crc32c
+from pe_lab.storage.manifest import crc32c, sealed
 from pe_lab.training.logs import PhaseLogs, mark_complete
 
 
@@ -114,7 +114,7 @@ def test_a_full_disk_ends_the_events_and_not_the_run(tmp_path, capsys):
 
 def test_damaged_logs_of_a_complete_phase_are_said_and_set_aside(tmp_path, capsys):
     write(tmp_path, 0, {"step": 1}, {"step": 2})
-    (tmp_path / "phase.json").write_text('{"status": "running", "steps": 2}')
+    (tmp_path / "phase.json").write_text(json.dumps(sealed({"status": "running", "steps": 2})))
     mark_complete(tmp_path)
     assert capsys.readouterr().out == "" and "complete" in (tmp_path / "phase.json").read_text()
     log = tmp_path / "metrics.jsonl"
