@@ -50,6 +50,12 @@ def scaled(metric: str) -> tuple[str, ...]:
     return (f"rope: {metric}", *(f"rope: {metric} {name}" for name in SCALINGS))
 
 
+TABLE_1 = {
+    "rope": "configs/table1.py:method=rope",
+    "drope": "configs/table1.py:method=drope",
+    "nope": "configs/table1.py:method=nope",
+}
+
 TRIGRAM = {"trigram": Reference("rope", trigram)}
 NATS, FOUND = "nats", "share of the needles"
 

@@ -2,7 +2,7 @@
 
 from pe_lab.studies import Criterion, Precondition, Study, losses, scores, together
 
-from .arms import DROPE, FOUND, LENGTHS, NOPE, ROPE, TRIGRAM, beats_trigram, finds, near_rope, scaled
+from .arms import DROPE, FOUND, LENGTHS, NOPE, ROPE, TABLE_1, TRIGRAM, beats_trigram, finds, near_rope, scaled
 
 BY = 0.02
 
@@ -40,11 +40,7 @@ STUDY = Study(
     ),
     references=TRIGRAM,
     measure=together(scores, losses),
-    recipes={
-        "rope": "configs/table1.py:method=rope",
-        "drope": "configs/table1.py:method=drope",
-        "nope": "configs/table1.py:method=nope",
-    },
+    recipes=TABLE_1,
     curves={
         "needles found, by length": {
             "RoPE": "rope: needles {x}x",

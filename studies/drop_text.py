@@ -2,7 +2,7 @@
 
 from pe_lab.studies import Criterion, Precondition, Study, losses, scores, together
 
-from .arms import DROPE, LENGTHS, NATS, NOPE, ROPE, TRIGRAM, beats_trigram, near_rope, scaled
+from .arms import DROPE, LENGTHS, NATS, NOPE, ROPE, TABLE_1, TRIGRAM, beats_trigram, near_rope, scaled
 
 STUDY = Study(
     claim="A model that is dropped and recalibrated predicts text beyond its training length better than the same "
@@ -31,11 +31,7 @@ STUDY = Study(
     ),
     references=TRIGRAM,
     measure=together(scores, losses),
-    recipes={
-        "rope": "configs/table1.py:method=rope",
-        "drope": "configs/table1.py:method=drope",
-        "nope": "configs/table1.py:method=nope",
-    },
+    recipes=TABLE_1,
     curves={
         "text loss in nats, by length": {
             "RoPE": "rope: text {x}x",

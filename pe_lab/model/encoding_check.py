@@ -268,15 +268,15 @@ def learned(subject: Subject) -> Check:
     if penalized(subject.model.learned):
         alone = jit(functools.partial(_pulled, subject.model, subject.schedule, penalties=False))
     gradients = subject.of_documents(subject.direction, pulled=alone)[1]["layers"].get("positional", {})
-    still = []
+    without = []
     for name, settings in subject.model.encoding_settings.items():
         for field, one in settings.items():
             by_layer = np.asarray(gradients[name][field])
             if one.learning_rate and not by_layer.any(axis=tuple(range(1, by_layer.ndim))).all():
-                still.append(f"a gradient of zero of '{field}'")
+                without.append(f"a gradient of zero of '{field}'")
     if not gradients:
         return Check("learned", None, None, "no parameters")
-    return Check("learned", not still, None, ", ".join(still))
+    return Check("learned", not without, None, ", ".join(without))
 
 
 def finite_gradients(subject: Subject) -> Check:

@@ -10,7 +10,6 @@ from pe_lab.storage.json_files import (
     json_objects,
     read_json,
     read_records,
-    salvage_json,
     salvage_records,
     write_json,
     write_records,

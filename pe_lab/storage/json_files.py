@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from pe_lab.errors import DataError, UserError
 from pe_lab.storage.files import write_file
-from pe_lab.storage.paths import AnyPath, exists, is_remote, read_bytes
+from pe_lab.storage.paths import AnyPath, is_remote, read_bytes
 from pe_lab.storage.segments import log_exists, read_log
 
 Kind = TypeVar("Kind", dict, list)
@@ -111,7 +111,7 @@ def read_records(
         yield record
 
 
-def _set_aside(path: AnyPath, content: bytes) -> AnyPath:
+def set_aside(path: AnyPath, content: bytes) -> AnyPath:
     """Renames a damaged file to NAME.damaged-XXXX, so that another can be written, and returns the new path."""
     aside = path.with_name(f"{path.name}.damaged-{secrets.token_hex(2)}")
     if is_remote(path):
@@ -133,21 +133,9 @@ def salvage_records(
     found = [json_object(line) for line in lines if line.strip(b" \t\r")]
     whole = [record for record in found if record is not None and not check(record)]
     if len(whole) < len(found):
-        lost, aside = len(found) - len(whole), _set_aside(path, content)
+        lost, aside = len(found) - len(whole), set_aside(path, content)
         show(f"{path}: {lost} of {len(found)} records are damaged and left out; the file is now {aside.name}")
     return whole
-
-
-def salvage_json(path: AnyPath, show: Callable[[str], None]) -> dict[str, Any]:
-    """The JSON object in a file that a run writes anew; {} if there is no file.
-
-    A file that holds anything else is set aside, and `show` gets a line about it.
-    """
-    content = read_bytes(path) if exists(path) else b"{}"
-    value = json_object(content)
-    if value is None:
-        show(f"{path} is damaged, and is now {_set_aside(path, content).name}")
-    return value or {}
 
 
 def write_json(path: AnyPath, value: Any, advice: str = "", private: bool = False) -> AnyPath:

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from pe_lab.errors import DataError
 from pe_lab.storage.files import write_file
-from pe_lab.storage.json_files import json_object
-from pe_lab.storage.paths import AnyPath, Entry, listing, read_bytes, store_errors
+from pe_lab.storage.json_files import json_object, set_aside
+from pe_lab.storage.paths import AnyPath, Entry, exists, listing, read_bytes, store_errors
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -99,6 +99,21 @@ def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
 def seal_broken(content: Mapping[str, Any]) -> bool:
     """Whether a JSON object that `sealed` made has changed since."""
     return sealed(content)[SEAL] != content.get(SEAL)
+
+
+def salvage_sealed(path: AnyPath, show: Callable[[str], None]) -> dict[str, Any]:
+    """The JSON object that `sealed` made in a file that a run writes anew; {} if there is no file.
+
+    A damaged file is set aside, and `show` gets a line about it.
+    """
+    if not exists(path):
+        return {}
+    content = read_bytes(path)
+    value = json_object(content)
+    if value is None or seal_broken(value):
+        show(f"{path} is damaged, and is now {set_aside(path, content).name}")
+        return {}
+    return value
 
 
 @dataclass(frozen=True)

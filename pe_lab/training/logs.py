@@ -21,11 +21,10 @@ from pe_lab.storage import (
     AppendedLog,
     read_records,
     record_line,
-    salvage_json,
     salvage_records,
     write_json,
 )
-from pe_lab.storage.manifest import seal_broken, sealed
+from pe_lab.storage.manifest import salvage_sealed, sealed
 from pe_lab.terminal import console
 from pe_lab.training.machine import Peak, versions
 from pe_lab.training.profiling import WAITS
@@ -269,10 +268,7 @@ def mark_complete(directory: AnyPath, expected: Mapping[str, Any] | None = None)
             if told:
                 console().print(told[0])
                 AppendedLog(directory / f"{name}.jsonl", logs[name]).close()
-        record = salvage_json(path, console().print)
-        if record and seal_broken(record):
-            console().print(f"'{path}' is damaged, and is written anew")
-            record = {}
+        record = salvage_sealed(path, console().print)
         found = _LogDigest()
         found.add(*logs["metrics"])
         if expected not in (None, found.value):

@@ -30,10 +30,9 @@ from pe_lab.storage import (
     move_tree,
     new_directory,
     read_bytes,
-    salvage_json,
     write_json,
 )
-from pe_lab.storage.manifest import seal_broken, sealed
+from pe_lab.storage.manifest import salvage_sealed, seal_broken, sealed
 from pe_lab.terminal import console
 from pe_lab.training.machine import machine, versions
 
@@ -67,11 +66,13 @@ def claim_workdir(workdir: AnyPath, config: Config) -> dict[str, Any]:
             )
         return {}
     mine = _has_phase(workdir, config)
-    run = salvage_json(path, console(stderr=True).print) if mine else json_object(read_bytes(path))
+    run = salvage_sealed(path, console(stderr=True).print) if mine else json_object(read_bytes(path))
     if mine and not run:
         return {}
-    if run is None or not {"config_hash", "identity", "config"} <= run.keys():
-        raise ConfigError(f"--workdir '{workdir}': its run.json is not one of pe_lab. Choose another --workdir.")
+    if run is None or seal_broken(run) or not {"config_hash", "identity", "config"} <= run.keys():
+        raise ConfigError(
+            f"--workdir '{workdir}': its run.json is damaged, or not one of pe_lab. Choose another --workdir."
+        )
     if run["config_hash"] != config_hash(config):
         _refuse_changes(workdir, run, config)
     return run

@@ -59,9 +59,7 @@ class Run(Kind):
         planned = json.dumps({"planned": [one | {"length": 512} for one in plan[:4]]})
         (self.whole / "evaluation" / "unfinished" / "plan.json").write_text(planned)
         shutil.copytree(self.whole, self.target)
-        self.files = [
-            path.relative_to(self.whole) for path in sorted(self.whole.rglob("*.json*")) if path.stat().st_size
-        ]
+        self.files = json_files(self.whole)
 
     def write(self, rng: random.Random) -> None:
         for file in self.files:
@@ -111,9 +109,7 @@ class SweepFile(Kind):
         save_sweep(made)
         self.whole, self.target = made.directory, directory / "sweep"
         shutil.copytree(self.whole, self.target)
-        self.files = [
-            path.relative_to(self.whole) for path in sorted(self.whole.rglob("*.json*")) if path.stat().st_size
-        ]
+        self.files = json_files(self.whole)
 
     def write(self, rng: random.Random) -> None:
         for file in self.files:

@@ -84,7 +84,9 @@ def test_a_damaged_log_is_set_aside_and_the_run_goes_on(tmp_path, capsys, damage
     assert "1 of 4 records are damaged" in said and aside.name in said and said.count("\n") == 1
 
 
-@pytest.mark.parametrize("content", [b"", b"\0\0\0\0", b"[]", b'{"status"', b'{"a": ' * 9999])
+@pytest.mark.parametrize(
+    "content", [b"", b"\0\0\0\0", b"[]", b'{"status"', b'{"a": ' * 9999, b'{"crc32c": "00000000"}']
+)
 def test_a_damaged_description_of_a_phase_is_set_aside(tmp_path, capsys, content):
     (tmp_path / "phase.json").write_bytes(content)
     mark_complete(tmp_path)

@@ -11,6 +11,7 @@ import pytest
 from tiny_runs import REPOSITORY, fingerprint, tiny, write_recipe
 
 from pe_lab.errors import ConfigError
+from pe_lab.storage.manifest import sealed
 from pe_lab.training.workdir import LEASE_FILE, claim_workdir, working_alone, write_run
 
 
@@ -43,7 +44,7 @@ def test_a_run_of_an_earlier_version_goes_on(tmp_path):
         del run["config"]["phases"][phase]["random_positions"], run["identity"][f"phases.{phase}.random_positions"]
     run["config"]["model"]["qk_norm"] = run["identity"]["model.qk_norm"] = True
     run["config_hash"] = "0123456789ab"
-    (workdir / "run.json").write_text(json.dumps(run))
+    (workdir / "run.json").write_text(json.dumps(sealed(run)))
     claim_workdir(workdir, config)
     with pytest.raises(ConfigError, match="belongs to another config .model.norm: rms there, layer here"):
         claim_workdir(workdir, tiny(tmp_path / "recipe", model__norm="layer"))
@@ -52,7 +53,7 @@ def test_a_run_of_an_earlier_version_goes_on(tmp_path):
 def test_the_date_and_command_of_the_first_session_stay(tmp_path):
     config, path = tiny(tmp_path / "recipe"), tmp_path / "run" / "run.json"
     write_run(tmp_path / "run", config, "first command", {})
-    path.write_text(json.dumps({**json.loads(path.read_text()), "created": "2026-01-01", "versions": {}}))
+    path.write_text(json.dumps(sealed({**json.loads(path.read_text()), "created": "2026-01-01", "versions": {}})))
     write_run(tmp_path / "run", config, "second command", claim_workdir(tmp_path / "run", config))
     run = json.loads(path.read_text())
     assert (run["command"], run["created"]) == ("first command", "2026-01-01")
@@ -74,7 +75,7 @@ def test_directories_that_are_no_run_are_left_alone(tmp_path):
         claim_workdir(strange / "cat.jpg", config)
     for text in ("{", "[]", "{}"):
         (strange / "run.json").write_text(text)
-        with pytest.raises(ConfigError, match="its run.json is not one of pe_lab"):
+        with pytest.raises(ConfigError, match="its run.json is damaged, or not one of pe_lab"):
             claim_workdir(strange, config)
 
 
@@ -106,10 +107,15 @@ def test_trained_phases_do_not_change(tmp_path):
             claim_workdir(workdir, tiny(tmp_path / "recipe", **change))
 
 
-def test_a_damaged_run_file_of_a_run_is_set_aside(tmp_path, capsys):
+@pytest.mark.parametrize("damage", ["zeros", "one value"])
+def test_a_damaged_run_file_of_a_run_is_set_aside(tmp_path, capsys, damage):
     config, workdir = tiny(tmp_path / "recipe"), tmp_path / "run"
+    write_run(workdir, config, "command", {})
+    whole = (workdir / "run.json").read_text()
+    (workdir / "run.json").write_text("\0" * 40 if damage == "zeros" else whole.replace('"seed": 0', '"seed": 8'))
+    with pytest.raises(ConfigError, match="is damaged, or not one of pe_lab"):  # nothing says whose it is
+        claim_workdir(workdir, config)
     (workdir / "pretrain" / "checkpoints").mkdir(parents=True)
-    (workdir / "run.json").write_bytes(b"\0" * 40)
     assert claim_workdir(workdir, config) == {}
     assert "run.json is damaged, and is now run.json.damaged-" in capsys.readouterr().err
     assert sorted(path.name[:17] for path in workdir.iterdir()) == ["pretrain", "run.json.damaged-"]
