@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_runs import REPOSITORY
 
 from pe_lab import analyze
-from pe_lab.analysis.studies.check import HEADER, default_layers, failures, row
+from pe_lab.analysis.studies.check import HEADER, MARKERS, default_layers, failures, row
 from pe_lab.config import MeshConfig
 from pe_lab.errors import ConfigError, UnsupportedError
 from pe_lab.model import encoding_check
@@ -291,6 +292,15 @@ EVERY = list({label(one): one for one in EVERY}.values())
 def test_every_hook_is_one_of_a_registered_encoding():
     assert {hook for hook in HOOKS for layer in EVERY if has(layer.encoding, hook)} == set(HOOKS)
     assert Layer(dataclasses.replace(layers("selective_rope", 1)[0].encoding, convolution=4)) in EVERY
+
+
+def test_the_documented_table_is_of_todays_checks():
+    text = (REPOSITORY / "docs" / "encodings.md").read_text()
+    table = text[text.index(MARKERS[0]) + len(MARKERS[0]) : text.index(MARKERS[1])]
+    header, _, *rows = ([cell.strip() for cell in line.strip("|\n").split(" | ")] for line in table.splitlines())
+    assert tuple(header) == HEADER
+    assert {cells[0] for cells in rows} == {label(layer) for layer in OWN}
+    assert not any("!" in cell for cells in rows for cell in cells)
 
 
 @pytest.mark.slow
