@@ -69,7 +69,11 @@ def session(out: Path, lm: LanguageModel, *options: str, sequences: Sequences | 
     [
         ([drop((n,)).apply((ROPE,) * 3) for n in range(3)], False),
         ([drop().apply((ROPE,) * 3), (ROPE, Layer(Rope(100.0, scaling=NTK(2.0))), ROPE)], False),
-        ([(ROPE, dataclasses.replace(ROPE, heads=(HeadEdit((1,), NoPE()),)), ROPE), (ROPE,) * 3], False),
+        pytest.param(
+            [(ROPE, dataclasses.replace(ROPE, heads=(HeadEdit((1,), NoPE()),)), ROPE), (ROPE,) * 3],
+            False,
+            marks=pytest.mark.slow,
+        ),
         ([(ROPE, ROPE, Layer(NoPE(), window=5))], True),
     ],
     ids=["drop", "all, rescaled", "head, none", "window, documents"],

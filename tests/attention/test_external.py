@@ -74,7 +74,7 @@ def short_blocks(monkeypatch):
     "T, G, settings",
     [
         pytest.param(1, 2, dict(window=1), marks=pytest.mark.slow),
-        (127, 1, {}),
+        pytest.param(127, 1, {}, marks=pytest.mark.slow),
         pytest.param(129, 4, dict(window=129), marks=pytest.mark.slow),
         pytest.param(200, 2, dict(window=1), marks=pytest.mark.slow),
         (257, 2, dict(window=128, segments=True)),
@@ -88,6 +88,7 @@ def test_splash_is_the_reference_in_value_and_gradient(short_blocks, T, G, setti
     compare(interpreted, qkv(T, G=G), **settings)
 
 
+@pytest.mark.slow
 def test_splash_with_blocks_in_pairs(monkeypatch):
     monkeypatch.setattr(external, "BLOCK", 128)
     T = 1930
@@ -223,7 +224,7 @@ def stand_in(monkeypatch):
     return asked
 
 
-@pytest.mark.parametrize("T, window", [(33, None), (129, 7), (129, 1000)])
+@pytest.mark.parametrize("T, window", [(33, None), (129, 7), pytest.param(129, 1000, marks=pytest.mark.slow)])
 def test_tokamax_is_asked_for_the_reference(stand_in, T, window):
     compare(tokamax_attention, qkv(T), window=window)
     assert stand_in[0]["shape"][1] % 128 == 0

@@ -54,7 +54,14 @@ def request_of(seeds=None, T=T, dtype=jnp.float32):
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("seeds", [None, [0, 7, 0, 9], [3, 0, 0, 0]], ids=["no noise", "two heads", "one head"])
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        pytest.param(None, id="no noise", marks=pytest.mark.slow),
+        pytest.param([0, 7, 0, 9], id="two heads"),
+        pytest.param([3, 0, 0, 0], id="one head", marks=pytest.mark.slow),
+    ],
+)
 def test_inside_as_outside(name, seeds):
     q, k, v, row = request_of(seeds)
     compute = jax.jit(functools.partial(attention, backward=False), static_argnames="implementation")

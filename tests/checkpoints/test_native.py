@@ -84,7 +84,7 @@ def saved(memory, directory, params, layout=CANONICAL):
     return directory
 
 
-@pytest.mark.parametrize("fsdp, tensor", [(1, 1), (8, 1), (2, 2)])
+@pytest.mark.parametrize("fsdp, tensor", [(1, 1), (8, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
 def test_pieces_of_what_training_saved_on_one_device_or_a_mesh(fsdp, tensor, tmp_path):
     memory = Memory(MODEL, LAYERS)
     mesh = None if fsdp == tensor == 1 else mesh_of(fsdp, tensor)

@@ -20,8 +20,8 @@ EACH = {
     "GGUF": 30,
     "config.json": 10,
     "safetensors": 40,
-    "run": 6,
-    "sweep": 15,
+    "run": 3,
+    "sweep": 8,
 }  # those that take longer
 
 

@@ -22,12 +22,12 @@ ROTATED, BARE = (build_schedule(layers(one, 2), 2, 2, 8) for one in (Rope(base=1
 
 @pytest.fixture(scope="module")
 def teacher():
-    return MODEL.init(jax.random.key(1))
+    return jax.jit(MODEL.init)(jax.random.key(1))
 
 
 @pytest.fixture(scope="module")
 def student():
-    return MODEL.init(jax.random.key(2))
+    return jax.jit(MODEL.init)(jax.random.key(2))
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_the_loss_and_its_gradient_are_those_of_whole_logits(teacher, student, b
 def test_hidden_states_and_attention_are_matched_relative_to_the_teachers(teacher, student, batch):
     inputs = DistilledInputs(BARE, teacher, ROTATED)
     (_, ours, _), (_, its, _) = (
-        MODEL.streams(params, batch["tokens"], None, None, schedule)
+        jax.jit(MODEL.streams)(params, batch["tokens"], None, None, schedule)
         for params, schedule in ((student, BARE), (teacher, ROTATED))
     )
     for part, a, b in zip(("hidden", "attention"), ours, its, strict=True):
@@ -106,8 +106,8 @@ def test_the_loss_does_not_depend_on_the_mesh(teacher, student, batch):
 def test_a_teacher_of_another_shape_may_teach_logits_alone(student, batch):
     wide = Model(ModelConfig(**{**SHAPE, "d_model": 32, "layers": 1}))
     schedule = build_schedule(layers(Rope(), 1), 2, 2, 16)
-    inputs = DistilledInputs(BARE, wide.init(jax.random.key(0)), schedule)
-    assert np.isfinite(DistilledLoss(MODEL, wide, DistillConfig()).loss_sum(student, batch, inputs))
+    inputs = DistilledInputs(BARE, jax.jit(wide.init)(jax.random.key(0)), schedule)
+    assert np.isfinite(jax.jit(DistilledLoss(MODEL, wide, DistillConfig()).loss_sum)(student, batch, inputs))
     with pytest.raises(ConfigError, match="has layers 1, and the model 2; matching hidden states or attention needs"):
         DistilledLoss(MODEL, wide, DistillConfig(hidden=1.0))
     other = Model(ModelConfig(**{**SHAPE, "vocab_size": 64}))

@@ -157,6 +157,7 @@ def test_a_penalty_is_no_gradient_of_the_outputs():
     assert not learned(Subject(layers("gated_rope", 1)[0], ONE_LAYER)).fails
 
 
+@pytest.mark.slow
 def test_a_parameter_without_a_gradient_is_found():
     """2 s."""
     found = learned(Subject(layers("never_moves", 1)[0]))

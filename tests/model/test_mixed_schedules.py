@@ -153,7 +153,11 @@ MIXED = [
 
 @pytest.mark.parametrize(
     ("attention", "scan"),
-    [("reference", False), pytest.param("dense", True, marks=pytest.mark.slow), ("chunked", True)],
+    [
+        pytest.param("reference", False, marks=pytest.mark.slow),
+        pytest.param("dense", True, marks=pytest.mark.slow),
+        ("chunked", True),
+    ],
     ids=str,
 )
 def test_every_layer_another_scheme_and_heads_that_differ(attention, scan):

@@ -95,11 +95,11 @@ TERM, INT = signal.SIGTERM, signal.SIGINT
     [
         ("cannot save", 0.0, [TERM], os.EX_TEMPFAIL),
         ("can save", 0.0, [TERM, TERM], 143),
-        ("can save", 0.0, [TERM, INT], 130),
+        pytest.param("can save", 0.0, [TERM, INT], 130, marks=pytest.mark.slow),
         # make and timeout both pass on what the whole process group got: one request.
         ("can save", 1e9, [TERM, TERM, TERM, INT], 130),
-        ("can save", 1e9, [INT, INT, TERM], 143),
-        ("cannot save", 1e9, [TERM, TERM], os.EX_TEMPFAIL),
+        pytest.param("can save", 1e9, [INT, INT, TERM], 143, marks=pytest.mark.slow),
+        pytest.param("cannot save", 1e9, [TERM, TERM], os.EX_TEMPFAIL, marks=pytest.mark.slow),
     ],
 )
 def test_signals_are_seen_inside_a_compiler(kind, same, signals, status):

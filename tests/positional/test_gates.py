@@ -81,7 +81,7 @@ def test_the_penalty_is_that_of_all_open_gates(params):
     assert penalized(MODEL.learned) == ["gated_rope"]
     of = with_gates(params, [0.5, 1.0])
     np.testing.assert_allclose(penalty(MODEL.learned, of), 0.25 * 2 * 1.5, rtol=1e-5)
-    gradient = jax.grad(lambda p: penalty(MODEL.learned, p))(of)["layers"]["positional"]["gated_rope"]["gate"]
+    gradient = jax.jit(jax.grad(lambda p: penalty(MODEL.learned, p)))(of)["layers"]["positional"]["gated_rope"]["gate"]
     assert (gradient[:, 0] > 0).all()
 
 

@@ -95,7 +95,8 @@ def attend(encoding, arrays, params=None, positions=None, implementation="refere
         cos, sin = rotation_tables(*tables, jnp.arange(T)[None])
     hooks = Hooks((params,) * len(schedule.hooks[0]), schedule.hooks[0])
     layer = LayerEncoding(cos=cos, sin=sin, hooks=hooks)
-    return attention(q, k, v, layer, x=x, positions=positions, implementation=implementation, chunk=4)
+    settings = dict(positions=positions, implementation=implementation, chunk=4)
+    return jax.jit(lambda q, k, v, x: attention(q, k, v, layer, x=x, **settings))(q, k, v, x)
 
 
 def check(encoding, arrays, params=None, output="output", **settings):
@@ -286,14 +287,14 @@ def test_a_gradient_passes_where_a_parameter_is_at_its_bound():
         q, k = PoPE().encode({"delta": delta}, ones, ones, jnp.arange(3)[None], ones[..., 0])
         return jnp.sum(q[:, 2] * k[:, 0])
 
-    at_bound, within = (jax.grad(total)(jnp.full((1, 4), start)) for start in (0.0, -1e-4))
+    at_bound, within = (jax.jit(jax.grad(total))(jnp.full((1, 4), start)) for start in (0.0, -1e-4))
     np.testing.assert_allclose(at_bound, within, rtol=1e-2, atol=5e-4)  # jnp.clip gives half of it
     assert np.abs(at_bound).max() > 0.1
 
     def slopes(value):
         return LearnedAlibi().bias({"slopes": value}, jnp.arange(4), jnp.arange(4)).sum()
 
-    assert (jax.grad(slopes)(jnp.asarray([-1.0])) < 0).all()  # it comes back
+    assert (jax.jit(jax.grad(slopes))(jnp.asarray([-1.0])) < 0).all()  # it comes back
 
 
 # In a model.

@@ -77,6 +77,7 @@ def test_learned_values_of_encodings_are_logged_by_layer_where_the_loss_is_valid
     assert "t5.table" in out and "ssmax.scale" in out  # `describe`, at the start
 
 
+@pytest.mark.slow
 def test_learned_values_are_logged_where_nothing_is_validated(tmp_path):
     """A run of 2 steps: 3 s."""
     (tmp_path / "a.txt").write_text("The grass is green. " * 200)
