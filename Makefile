@@ -49,16 +49,19 @@ docs: $(STAMP) ## the documentation site in build/docs (LINKS=1: and ask the ser
 wheel: $(STAMP) ## the wheel and the source distribution in dist
 	$(PY) -m build --outdir=dist .
 
+# Without the bytecode of pe_lab, each process that a test starts would compile it anew.
+PYTEST = env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest -n $(WORKERS)
+
 # Two pytest workers share the cores: NumPy's threads would only get in each other's way.
 test coverage: export OMP_NUM_THREADS = 1
 test coverage: export OPENBLAS_NUM_THREADS = 1
-FAST_TESTS = $(PY) -m pytest -n $(WORKERS) --dist worksteal -m "not slow"
+FAST_TESTS = $(PYTEST) --dist worksteal -m "not slow"
 
 test: $(STAMP) ## everything that is not slow (ARGS=... goes to pytest)
 	$(FAST_TESTS) $(ARGS)
 
 # A file of slow tests shares fixtures: it stays with one worker. pytest-xdist hangs after it restarts a worker.
-SLOW_TESTS = $(PY) -m pytest -n $(WORKERS) --dist loadfile --max-worker-restart=0 -m slow
+SLOW_TESTS = $(PYTEST) --dist loadfile --max-worker-restart=0 -m slow
 
 test-slow: $(STAMP) ## the slow tests (ARGS=... goes to pytest)
 	$(SLOW_TESTS) $(ARGS)

@@ -12,7 +12,7 @@ PLACES |= {"https://host/part-{00..31}.jsonl.zst": "corpus/{0..0}.jsonl.gz", "tr
 PLACES |= {"data=prose": "data=text:essays/*.txt", "--text=prose": "--text=essays/*.txt"}  # else minutes of downloads
 
 _TINY = {
-    "vocab_size": 1024,
+    "vocab_size": 2048,
     "layers": 3,
     "d_model": 32,
     "d_ff": 32,

@@ -286,6 +286,7 @@ def test_a_command_line_of_another_form_ends_with_status_2(capsys, arguments):
     assert said.startswith("error: ") and "--help lists the options" in said and said.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_nothing_is_replaced_unless_all_of_it_can_be_written(tmp_path, monkeypatch, capsys):
     (tmp_path / "frequency_scaling.png").write_text("of before")
     (tmp_path / "rotation_cache.png").mkdir()

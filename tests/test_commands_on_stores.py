@@ -25,6 +25,7 @@ def copies(tmp_path, monkeypatch):
     monkeypatch.setenv("PE_LAB_CACHE", str(tmp_path / "cache"))
 
 
+@pytest.mark.slow
 def test_results_and_samples_are_kept_and_replaced(bucket):  # noqa: F811
     out = storage.path("--out", f"{bucket.url}/run/evaluation")
     key = {"run": "r", "checkpoint": "c", "method": "m", "length": 16, "seed": 0, "source": "s"}
@@ -53,6 +54,7 @@ def test_a_study_writes_its_files(bucket, capsys):  # noqa: F811
     assert any(name.endswith(".svg") for name in bucket.names())
 
 
+@pytest.mark.slow
 def test_a_prepared_corpus_is_read_from_a_store(bucket, tmp_path, capsys):  # noqa: F811
     for number in range(30):
         (tmp_path / f"{number}.txt").write_text(f"document {number} " * (number + 1))

@@ -35,7 +35,10 @@ def listing(directory):
     return sorted(path.name for path in directory.iterdir())
 
 
-@pytest.mark.parametrize("name", ["llama_sharded", "llama_tied_bf16", "qwen3", "gpt_neox", "smollm3_window"])
+MORE = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama_sharded", "qwen3", "gpt_neox")]
+
+
+@pytest.mark.parametrize("name", ["llama_tied_bf16", "smollm3_window", *MORE])
 def test_import_and_export_change_no_byte(name, tmp_path, capsys):
     assert main([f"--from=hf:{DATA / name}", f"--to={tmp_path / 'ours'}", "--parity=off"]) == 0
     out = capsys.readouterr().out
@@ -228,6 +231,7 @@ def test_the_parity_check_passes_equal_logits(fake, tmp_path, capsys):
     assert listing(tmp_path) == ["fake", "ours", "out"]
 
 
+@pytest.mark.slow
 def test_the_parity_check_removes_a_result_that_differs(fake, tmp_path, capsys):
     for to, error, shown in ((tmp_path / "ours", 1e-3, "0.001"), (f"hf:{tmp_path / 'out'}", np.nan, "nan")):
         assert main([f"--from={LLAMA}", f"--to={to}", fake(error)]) == 2
@@ -258,6 +262,7 @@ def test_the_parity_check_ends_where_rounding_would_hide_a_wrong_scaling(capsys)
         assert ("Not compared: positions beyond 131,072" in capsys.readouterr().out) == shown
 
 
+@pytest.mark.slow
 def test_a_failure_of_transformers_is_one_line(fake, tmp_path, capsys):
     python = fake(then="print('loading', file=sys.stderr); raise ValueError('no such kernel')")
     assert main([f"--from={LLAMA}", f"--to={tmp_path / 'ours'}", python]) == 2
@@ -267,6 +272,7 @@ def test_a_failure_of_transformers_is_one_line(fake, tmp_path, capsys):
     assert listing(tmp_path) == ["fake"]
 
 
+@pytest.mark.slow
 def test_the_parity_check_may_be_left_out(fake, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(parity.importlib.util, "find_spec", lambda name: None)
     assert main([f"--from={LLAMA}", f"--to={tmp_path / 'ours'}", "--parity=require"]) == 2

@@ -111,6 +111,7 @@ def test_weights_under_another_encoding_are_rows_of_their_own(run, tmp_path, cap
     assert "Make that a child first" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_two_runs_of_one_name_are_told_apart(run, tmp_path, capsys):
     for seed in ("seed1", "seed2"):
         shutil.copytree(run, tmp_path / seed, symlinks=True)

@@ -57,6 +57,7 @@ def test_needles_of_two_models_under_two_variants(run, tmp_path, capsys):
     assert "4 of 4 samples were answered before" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_documents_one_by_one(run, tmp_path, capsys):
     texts = ["A short one.", "x", "A longer one, of " + "many words and " * 8]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -113,6 +114,7 @@ def test_rulers_own_files_are_scored_without_a_model(tmp_path, capsys):
     assert main([f"--predictions={tmp_path / 'nothing'}"]) == 2 and "is no directory" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_answers_of_every_checkpoint_are_files_of_their_own(run, tmp_path):
     source = f"--from={run / 'pretrain'},{run / 'recalibrate'}"
     argv = ["--suite=ruler:niah_single_1", "--lengths=600", "--samples=1", f"--out={tmp_path / 'out'}"]

@@ -58,6 +58,7 @@ def test_ids_give_ids_and_strings_give_strings(lm):
     assert lm.generate(["needle", "nee"], max_new_tokens=6, eos_ids=())[0] == text
 
 
+@pytest.mark.slow
 def test_an_encoding_that_follows_the_length_is_that_of_logits(lm):
     """Past its original length every token has a schedule of its own; rows do, too."""
     dynamic = lm.with_positional(Rope(scaling=DynamicNTK(7)), logit_scale=Beta(0.4, 7))
@@ -188,6 +189,7 @@ def test_many_prompts_are_json_lines(lm, run, tmp_path, capsys):
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == rows
 
 
+@pytest.mark.slow
 def test_other_encodings_of_the_same_weights(lm, run, capsys):
     options = [f"--from={run}", "--prompt=a needle in a haystack", "--max-new-tokens=6", "--temperature=1"]
     for option, other in (

@@ -67,6 +67,7 @@ def test_queries_keys_and_values_with_and_without_their_encoding(lm):
     np.testing.assert_allclose(plain.value, rotated.value, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_heads_can_have_encodings_of_their_own(lm):
     edited = lm.with_heads(0, [2, 3], "nope")
     assert edited.layers[0].heads == (HeadEdit((2, 3), NoPE()),) and edited.layers[1:] == lm.layers[1:]

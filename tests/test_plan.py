@@ -359,6 +359,7 @@ def test_compiles_for_virtual_cpus_the_step_that_trains(recipe, capsys, tmp_path
     assert numbers["fits"] is None  # a CPU device has no memory of its own
 
 
+@pytest.mark.slow
 def test_a_teacher_is_compiled_into_the_step(recipe):
     """Its parameters are arguments that come out nowhere, and its forward pass is computed. 10 s."""
     config, found = load_config(recipe), []

@@ -106,6 +106,7 @@ def test_a_drop_tells_what_it_keeps_and_drops_it_if_asked(run, tmp_path, capsys)
     assert "Kept" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_training_starts_from_the_child(run, tmp_path):
     main([f"--from={run}", f"--to={tmp_path / 'dropped'}", "--drop"])
     config = tiny(tmp_path / "recipe", phases="[{'name': 'recalibrate', 'steps': 2, 'batch_size': 8, "
@@ -195,6 +196,7 @@ def test_the_qk_norm_is_removed_and_added_with_the_change_in_loss(run, tmp_path,
     assert float(loss[0]) != pytest.approx(float(told.group(2)), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_text_to_fit_on(run, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("def needle(haystack): return haystack[3]\n" * 10)

@@ -70,6 +70,7 @@ def test_milestones_are_saved_and_kept(finished):
     assert saved == {"pretrain": [4, 8], "recalibrate": [4, 6]}
 
 
+@pytest.mark.slow
 def test_a_branch_starts_at_a_milestone(finished, recipe, one_device, tmp_path):
     """As drope_16b:from=... does at the milestones of table1."""
     start = f"'init_from': '{finished}/pretrain/checkpoints/4', 'positional': 'nope'"
@@ -139,6 +140,7 @@ def test_another_config_keeps_out_of_its_workdir(finished, recipe, one_device, c
     assert fingerprint(finished) == before
 
 
+@pytest.mark.slow
 def test_runs_lie_under_their_name_by_default(recipe, one_device, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     one_phase = (

@@ -94,6 +94,7 @@ def test_the_page_shows_the_file_as_it_is(name):
     assert shown is not None and shown[1] == text and len(text.splitlines()) <= 30
 
 
+@pytest.mark.slow
 def test_a_learned_base_moves():
     """4 s. The documented encoding: its gradient is the loss's slope, and following it lowers the loss."""
     import_encodings(ROOT / "docs" / "learned_base.py")

@@ -190,6 +190,7 @@ def test_an_interrupted_sweep_goes_on_and_its_table_is_right(run, tmp_path, caps
     assert "0 better, 0 worse, 4 ties" in found.sentences[0]
 
 
+@pytest.mark.slow
 def test_cells_that_choose_the_same_heads_are_one_model(run, tmp_path, capsys, counts):
     argv = command(run, tmp_path / "out", "--grid=method=all-nope,all-uniform;heads=1;rank=1,1,2,full;stage=pre_ntk")
     assert analyze.main(argv) == 0

@@ -209,6 +209,7 @@ def _view(query, key):
     return module.LayerView(None, None, jnp.asarray(query), key, key, encoding, None, None, None, {}, jnp.int32(0), 32)
 
 
+@pytest.mark.slow
 def test_padding_does_not_count():
     lm, ids = dense.language_model((Layer(Rope(100.0)),)), dense.tokens(97)
     padded = np.pad(ids[:, :80], ((0, 0), (0, 17)), mode="edge")

@@ -74,7 +74,7 @@ def session(out: Path, lm: LanguageModel, *options: str, sequences: Sequences | 
             False,
             marks=pytest.mark.slow,
         ),
-        ([(ROPE, ROPE, Layer(NoPE(), window=5))], True),
+        pytest.param([(ROPE, ROPE, Layer(NoPE(), window=5))], True, marks=pytest.mark.slow),
     ],
     ids=["drop", "all, rescaled", "head, none", "window, documents"],
 )

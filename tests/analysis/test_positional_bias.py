@@ -215,6 +215,7 @@ def _biases_of(view, slopes):
     return bias_gradients._biases(1e-6 * view.query, key, encoding, view)
 
 
+@pytest.mark.slow
 def test_memory_is_linear_in_the_length():
     """The whole program of a layer, values and gradients: half the memory at half the length, and no [T, T] array."""
     lm = language_model(qk_norm="none")
@@ -258,6 +259,7 @@ def session(tmp_path) -> Session:
     return session
 
 
+@pytest.mark.slow
 def test_initializations_of_an_encoding_are_one_line(session):
     found = positional_bias.STUDY.run(session)
     names = ["RoPE (initializations 0 to 1)", "NoPE (initializations 0 to 1)"]

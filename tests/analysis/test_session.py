@@ -139,6 +139,7 @@ def test_a_killed_study_goes_on_where_it_was(trained, text, tmp_path):  # noqa: 
     assert read_study(tmp_path).about["parts_reused"] == len(before)
 
 
+@pytest.mark.slow
 def test_random_initializations_have_the_shape_and_not_the_weights(trained, text, tmp_path):  # noqa: F811
     argv = [f"--from={trained}/pretrain", f"--text={text}", "--length=24", "--sequences=1", f"--out={tmp_path}"]
     under = ["--methods=as-trained", "--positional=half:rope:fraction=0.5"]

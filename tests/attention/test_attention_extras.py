@@ -109,6 +109,7 @@ def test_if_no_head_is_kept_noise_is_as_large_as_all_heads():
     assert float(np.std(new_k)) == pytest.approx(float(np.std(k)), rel=0.02)
 
 
+@pytest.mark.slow
 def test_noise_needs_keys_of_each_query_head():
     q, k, v = draw(1, T, 4, K), draw(1, T, 2, K), draw(1, T, 2, K)
     with pytest.raises(UserError, match="keys are rotated per query head"):

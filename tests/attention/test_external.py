@@ -96,6 +96,7 @@ def test_splash_with_blocks_in_pairs(monkeypatch):
     compare(interpreted, qkv(T, B=1, H=2, G=1, K=8), window=300)
 
 
+@pytest.mark.slow
 def test_splash_in_bfloat16_stays_near_float32(short_blocks):
     arrays = qkv(257, dtype=jnp.bfloat16)
     (_, out), gradients = evaluate(interpreted, *arrays, window=130)

@@ -68,9 +68,10 @@ FEATURES = {
 
 
 ALONE = [pytest.param((name,), marks=pytest.mark.slow) for name in FEATURES]  # LINES has each of them, too
+TOGETHER = [*LINES[:5], *(pytest.param(line, marks=pytest.mark.slow) for line in LINES[5:])]
 
 
-@pytest.mark.parametrize("names", [(), *ALONE, *LINES], ids=" ".join)
+@pytest.mark.parametrize("names", [(), *ALONE, *TOGETHER], ids=" ".join)
 def test_features_alone_and_together(names):
     changes = {name: value for feature in names for name, value in FEATURES[feature].items()}
     check(dataclasses.replace(BASE, **changes))
@@ -83,8 +84,15 @@ def test_distances_of_any_table(entries, T):
     check(dataclasses.replace(BASE, T=T, start=(-1, 130), distance_bias=entries, key_bias=1), splits=2)
 
 
-@pytest.mark.parametrize("heads", [(6, 3), (4, 1)])
-@pytest.mark.parametrize("T", [5, 40])
+@pytest.mark.parametrize(
+    ("heads", "T"),
+    [
+        ((6, 3), 40),
+        ((4, 1), 5),
+        pytest.param((6, 3), 5, marks=pytest.mark.slow),
+        pytest.param((4, 1), 40, marks=pytest.mark.slow),
+    ],
+)
 def test_heads_of_a_group_and_all_at_once_in_16_bits(heads, T):
     H, G = heads
     everything = dict(used=(300, 170), window=100, slopes=True, positions=True, segments=True)
@@ -113,7 +121,7 @@ def test_random_cases(data):
     check(case, splits=draw(st.integers(1, 3)))
 
 
-@pytest.mark.parametrize("more", [{}, {"window": 70}], ids=str)
+@pytest.mark.parametrize("more", [pytest.param({}, marks=pytest.mark.slow), {"window": 70}], ids=str)
 def test_sections_meet_at_every_place_in_a_block(more):
     # One row of the batch for each first query, and one for each number of used keys.
     starts, ends = range(126, 126 + 66), range(130, 130 + 66)

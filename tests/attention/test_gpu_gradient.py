@@ -133,7 +133,7 @@ def test_distances_of_any_table(case):
 
 
 @interpreter_only
-@pytest.mark.parametrize("K", [80, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("K", [pytest.param(80, marks=pytest.mark.slow), 64])
 def test_nothing_beyond_an_array_is_read(K, monkeypatch):
     """Beyond an array the interpreter has NaN: here, one NaN makes the whole block NaN."""
 

@@ -100,12 +100,13 @@ def test_the_ring_is_one_device_in_value_and_gradient(name, parts):
         np.testing.assert_allclose(found, wanted, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
     [
         dict(data=1, context=2, tensor=4),
-        pytest.param(dict(data=2, context=2, tensor=2), marks=pytest.mark.slow),
-        pytest.param(dict(data=1, fsdp=2, context=4), marks=pytest.mark.slow),
+        dict(data=2, context=2, tensor=2),
+        dict(data=1, fsdp=2, context=4),
     ],
     ids=str,
 )

@@ -59,9 +59,10 @@ FEATURES = {
 
 
 ALONE = [pytest.param((name,), marks=pytest.mark.slow) for name in FEATURES]  # LINES has each of them, too
+TOGETHER = [*LINES[:5], *(pytest.param(line, marks=pytest.mark.slow) for line in LINES[5:])]
 
 
-@pytest.mark.parametrize("names", [(), *ALONE, *LINES], ids=" ".join)
+@pytest.mark.parametrize("names", [(), *ALONE, *TOGETHER], ids=" ".join)
 def test_features_alone_and_together(names):
     changes = {name: value for feature in names for name, value in FEATURES[feature].items()}
     wide = len(names) < 3

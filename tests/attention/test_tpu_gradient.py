@@ -62,7 +62,7 @@ FEATURES = {
 # Lines without the rotations, which have no gradient here, and without lines that others contain.
 _SETS = {frozenset(line) - {"shared", "split"} for line in LINES}
 TOGETHER = sorted(tuple(sorted(one)) for one in _SETS if not any(one < other for other in _SETS))
-FAST = (("distance bias", "used", "window"), ("distance bias", "positions", "segments", "slopes"))
+FAST = (("distance bias", "positions", "segments", "slopes"),)
 ALL = ("positions", "segments", "used", "window", "distance bias", "key bias")
 
 

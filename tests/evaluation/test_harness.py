@@ -227,6 +227,7 @@ def test_a_group_is_measured_before_where_all_of_it_is_there(tasks, tmp_path, co
     assert [row["score"] for row in again] == [row["score"] for row in whole]
 
 
+@pytest.mark.slow
 def test_changed_tasks_are_measured_again(tasks, tmp_path, counted, monkeypatch):
     shutil.copy(TASKS / "questions.jsonl", tmp_path / "questions.jsonl")
     yaml = tasks / "questions.yaml"

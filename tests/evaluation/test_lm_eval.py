@@ -150,6 +150,7 @@ def test_the_harnesses_command_line_measures_ours(tasks, tmp_path):
 # Tasks
 
 
+@pytest.mark.slow
 def test_a_model_that_knows_nothing_scores_chance(tasks):
     """Of a uniform distribution every score follows from the lengths of the texts."""
     uniform = language_model(uniform=True)

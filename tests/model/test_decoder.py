@@ -151,7 +151,7 @@ def packed_batch(T: int):
     return segments, (np.arange(T)[None] - starts).astype(np.int32)
 
 
-@pytest.mark.parametrize("attention", ["dense", "chunked"])
+@pytest.mark.parametrize("attention", [pytest.param("dense", marks=pytest.mark.slow), "chunked"])
 def test_a_model_of_six_different_layers_equals_numpy(attention):
     model = Model(dataclasses.replace(MIXED_MODEL.config, attention=attention))
     params, tokens = random_params(model), tokens_of(model, 2, 21)
@@ -171,7 +171,7 @@ def test_a_model_of_six_different_layers_equals_numpy(attention):
 
 @pytest.mark.parametrize(
     "description",
-    ["rope", "nope", "alibi", ("rope/window=4", "nope")],
+    ["rope", pytest.param("nope", marks=pytest.mark.slow), "alibi", ("rope/window=4", "nope")],
     ids=["rope", "nope", "alibi", "windows"],
 )
 def test_packed_documents_are_separate_documents(description):
@@ -218,7 +218,7 @@ def scanned():
         pytest.param(dict(remat="dots"), marks=pytest.mark.slow),
         pytest.param(dict(remat="dots_attention"), marks=pytest.mark.slow),
         pytest.param(dict(remat="dots_offload"), marks=pytest.mark.slow),
-        dict(remat="full", scan=False),
+        pytest.param(dict(remat="full", scan=False), marks=pytest.mark.slow),
     ],
     ids=["unrolled", "remat full", "remat dots", "remat dots_attention", "remat dots_offload", "unrolled with remat"],
 )

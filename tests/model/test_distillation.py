@@ -88,6 +88,7 @@ def test_a_teacher_that_is_the_student_teaches_nothing(teacher, batch, scan):
     assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(gradient)) < 1e-5
 
 
+@pytest.mark.slow
 def test_the_loss_does_not_depend_on_the_mesh(teacher, student, batch):
     how, inputs = DistillConfig(hidden=0.5, attention=0.5), DistilledInputs(BARE, teacher, ROTATED)
     expected = value_and_gradient(how, student, batch, inputs)

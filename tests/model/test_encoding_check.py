@@ -181,6 +181,7 @@ def test_every_encoding_has_a_row_or_is_named():
     assert names.isdisjoint(left) and len(names) + len(left) == len(ENCODINGS)
 
 
+@pytest.mark.slow
 def test_a_temperature_by_thousands_is_not_relative():
     """3 s."""
     found = relative(Subject(layers("by_thousands", 1)[0]))
@@ -199,6 +200,7 @@ def passes(subject, *outputs):
     return subject
 
 
+@pytest.mark.slow
 def test_a_failure_is_found_among_equal_details(monkeypatch):
     """1 s. 1.6e-4 and 2.4e-4 are both 0.0002, and the tolerance is between them."""
     subject = Subject(layers("rope", 1)[0])
@@ -209,6 +211,7 @@ def test_a_failure_is_found_among_equal_details(monkeypatch):
     assert context_parallel(passes(subject, 1.6e-4, 2.4e-4)).fails
 
 
+@pytest.mark.slow
 def test_nan_equals_no_number(monkeypatch):
     """2 s. A cached pass of NaN alone, and a bias of NaN for some hidden states."""
     subject = Subject(layers("rope", 1)[0])

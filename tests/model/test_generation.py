@@ -189,7 +189,7 @@ def marked(names, slow):
     return [pytest.param(name, marks=[pytest.mark.slow] if name in slow else []) for name in names]
 
 
-@pytest.mark.parametrize("name", marked(SCHEMES, {"dynamic in one layer"}))
+@pytest.mark.parametrize("name", marked(SCHEMES, {"dynamic in one layer", "dynamic in one head", "longrope"}))
 def test_every_step_is_that_of_a_full_pass(name, seen):
     """All through one program, as `LanguageModel.for_any_scheme` would have them."""
     schedules = schedules_of(TINY, SCHEMES[name], heads="split", slopes=True)
@@ -240,7 +240,7 @@ FAMILIES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", marked(FAMILIES, {"gemma", "qwen2", "qwen3", "flat"}))
+@pytest.mark.parametrize("name", marked(FAMILIES, {"gemma", "qwen2", "qwen3", "flat", "neox"}))
 def test_families(name, seen):
     config = dataclasses.replace(TINY, **FAMILIES[name])
     schedules = schedules_of(config, Layer(PartialRope(100.0, 0.5)))
@@ -256,7 +256,8 @@ WINDOWS = {
 }
 
 
-@pytest.mark.parametrize("name", marked(WINDOWS, {"windows of 1 and 40"}))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WINDOWS)
 def test_unequal_prompts_with_windows_that_texts_outgrow(name, seen):
     """Rings of 1, 12 and 40 slots under chunks of 32 tokens, in rows that end in different chunks."""
     described, scan = WINDOWS[name]
@@ -361,6 +362,7 @@ def test_a_traced_program_is_compiled_once(caplog):
     ]
 
 
+@pytest.mark.slow
 def test_bfloat16_weights_are_cast_once_and_norms_are_not(seen):
     config = dataclasses.replace(TINY, dtype="bfloat16", qk_norm="head", norm="layer")
     weights = Decoder(config).prepare(parameters(config)).params

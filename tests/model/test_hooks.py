@@ -127,6 +127,7 @@ def test_chunks_against_a_cache_equal_one_pass(name):
     np.testing.assert_allclose(chunked, whole, atol=3e-6)
 
 
+@pytest.mark.slow
 def test_packed_documents_equal_separate_ones():
     model, schedule, params = model_of(SETS["beside rope"])
     segments = jnp.asarray([[0] * 12 + [1] * 20] * 2)

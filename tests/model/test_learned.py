@@ -22,7 +22,7 @@ def model_of(described):
 
 def test_entries_are_named_by_encoding_and_settings():
     model = model_of(["rope/with=t5", "rope/with=t5:buckets=8", "rope/with=ssmax/with=t5", "nope"])
-    found = jax.tree.map(jnp.shape, model.init(jax.random.key(0))["layers"]["positional"])
+    found = jax.tree.map(jnp.shape, jax.eval_shape(model.init, jax.random.key(0))["layers"]["positional"])
     assert found == {"t5": {"table": (2, 32, 2)}, "t5_2": {"table": (1, 8, 2)}, "ssmax": {"scale": (1, 2)}}
     assert model.axes["layers"]["positional"]["t5"]["table"] == ("layers", None, "heads")
 
@@ -84,9 +84,10 @@ def test_an_unchanged_start_changes_nothing():
     tokens = jnp.arange(12)[None] % 16
     described = layers("rope/with=t5:start=unchanged", 4)
     assert described[0].extras == (T5Bias(start="unchanged"),)
-    params = model_of("rope").init(jax.random.key(0))
+    params = jax.jit(model_of("rope").init)(jax.random.key(0))
     child = model_of("rope/with=t5:start=unchanged")
     more, _ = carried(params, [()] * 4, layer_hooks(described, 2), child)
-    with_bias = child.apply(more, tokens, None, None, build_schedule(described, 2, 2, 8))
-    without = child.apply(params, tokens, None, None, build_schedule(layers("rope", 4), 2, 2, 8))
+    apply = jax.jit(child.apply)
+    with_bias = apply(more, tokens, None, None, build_schedule(described, 2, 2, 8))
+    without = apply(params, tokens, None, None, build_schedule(layers("rope", 4), 2, 2, 8))
     np.testing.assert_array_equal(with_bias, without)

@@ -270,6 +270,7 @@ def test_packed_documents_equal_separate_ones(params, text, name, attention):
     assert np.abs(joined - together)[DOCUMENTS[0] :].max() > 1e-3
 
 
+@pytest.mark.slow
 def test_every_scheme_reads_otherwise_than_every_other_one(params, text):
     found = {name: logits_of(MODELS["dense"], params, jnp.asarray(text)[None], *packed([T]), schedule_of(name))
              for name in SCHEMES}  # fmt: skip

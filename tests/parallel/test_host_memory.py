@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from pe_lab.parallel import has_accelerator, keep_freed_memory
 
 TOUCH = """
@@ -44,6 +46,7 @@ print(before - resident())
 """
 
 
+@pytest.mark.slow
 def test_freed_memory_below_memory_in_use_is_returned():
     run = subprocess.run([sys.executable, "-c", FRAGMENTS], capture_output=True, text=True, check=True)
     assert int(run.stdout) > 150_000_000

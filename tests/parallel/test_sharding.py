@@ -224,7 +224,12 @@ def test_loss_and_gradients_do_not_depend_on_the_mesh(mesh, chunks, alone):
     "changes",
     [
         dict(qk_norm="flat", norm="rms_plus_one", activation="gelu_tanh", scale_embeddings=True),
-        dict(norm="layer", gated_mlp=False, parallel_block=True, attention_bias=True, output_bias=True, mlp_bias=True),
+        pytest.param(
+            dict(
+                norm="layer", gated_mlp=False, parallel_block=True, attention_bias=True, output_bias=True, mlp_bias=True
+            ),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["flat QK-norm", "parallel block"],
 )

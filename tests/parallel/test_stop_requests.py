@@ -138,7 +138,7 @@ with stopping.stop_requests() as stops:
 """
 
 
-@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("first", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_one_of_several_processes_sees_both_signals(first):
     """4 s each: `jax.distributed` looks at its signal once a second."""
     process = subprocess.Popen(

@@ -571,8 +571,13 @@ def test_warped_angles_are_right_below_within_and_above_the_blend(alpha, beta, l
 def warped_scores(encoding, at):
     """The logits of one query and one key at pairs of positions `at` [B, 2]."""
     x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 2, 1, 64)), jnp.float32).repeat(len(at), 0)
-    query, key = encoding.encode({}, x, x, jnp.asarray(at, jnp.int32), x[:, :, 0])
-    return np.asarray(jnp.einsum("bhk,bhk->b", query[:, 0], key[:, 1]))
+
+    @jax.jit
+    def scores(x, at):
+        query, key = encoding.encode({}, x, x, at, x[:, :, 0])
+        return jnp.einsum("bhk,bhk->b", query[:, 0], key[:, 1])
+
+    return np.asarray(scores(x, jnp.asarray(at, jnp.int32)))
 
 
 def test_the_notebooks_yarn_does_not_depend_on_the_distance_alone():

@@ -134,6 +134,7 @@ def test_a_rule_that_changes_after_a_run_is_in_the_history(study, capsys):
     assert "A child is better." in (study / "claims.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_history_goes_on_from_the_committed_result(study):
     """1 s. Another machine has the result that was committed, and none of its runs."""
     assert main(["better.py", "--seeds=2"]) == 0
@@ -507,6 +508,7 @@ def test_claims_of_the_papers_on_prose_ask_whether_the_model_predicts_it():
             assert asked or study.name == "qk_norm_rate", study.name
 
 
+@pytest.mark.slow
 def test_a_reference_is_measured_beside_the_runs(study, capsys):
     """1 s. Of the config of each seed's run, and kept as other measures are."""
     path = study / "better.py"

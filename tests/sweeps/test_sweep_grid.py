@@ -21,7 +21,7 @@ def test_values_are_split_where_they_were_joined(values):
     assert split_values(", ".join(values), "--grid x") == values
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(st.lists(st.text(min_size=1, max_size=70), min_size=2, max_size=3, unique=True))
 def test_every_value_has_a_directory_of_its_own(values):
     names = {cell_name({"data.sources": repr(value)}, 0) for value in values}

@@ -97,6 +97,7 @@ def test_a_changed_description_of_a_phase_is_not_sealed_anew(config, copy):
     assert (found := json.loads(path.read_text()))["status"] == "complete" and found["sequence_length"] == 16
 
 
+@pytest.mark.slow
 def test_what_takes_long_before_the_first_step_is_told(tmp_path, capsys, monkeypatch):
     """Every ten seconds, here every hundredth of one. A run of 1 step: 3 s."""
     monkeypatch.setattr(terminal, "LINE_SECONDS", 0.01)

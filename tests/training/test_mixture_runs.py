@@ -68,6 +68,7 @@ def test_a_dry_source_is_refused_before_anything_is_written(tmp_path):
     assert dataclasses.replace(resolved.config.phases[0], steps=1000).epochs == {"b": 1}
 
 
+@pytest.mark.slow
 def test_epochs_count_from_the_checkpoint_on_and_are_extended_from_the_steps_they_gave(tmp_path, monkeypatch):
     """Two steps of 8 sequences and then steps of 4, half of them of source a. The recipe's `steps` do not matter."""
 

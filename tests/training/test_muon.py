@@ -161,6 +161,7 @@ def momentum_of(state):
     return next(part.momentum for part in found if hasattr(part, "momentum"))
 
 
+@pytest.mark.slow
 def test_an_update_on_a_mesh_is_that_of_one_device():
     """Where 8 devices divide the matrices (of queries), where 2 do, and where the parameter is sharded twice."""
     optimizer = make_optimizer(OptimizerConfig(**COMMON, learning_rate=0.02, muon=EXACT), 10, MODEL.axes)
