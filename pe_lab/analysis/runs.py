@@ -6,9 +6,13 @@ report shows.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jaxtyping import Float
 
 from pe_lab.errors import DataError
 from pe_lab.results.formatting import shortened
@@ -45,12 +49,12 @@ class Phase:
         """Whether `phase.json` does not name the phase complete."""
         return self.info.get("status") != "complete"
 
-    @property
+    @functools.cached_property
     def steps_done(self) -> int:
         """The last step that was logged."""
         return max((int(step) for record in self.metrics if (step := number(record, "step")) is not None), default=0)
 
-    @property
+    @functools.cached_property
     def tokens(self) -> float:
         """Training tokens read so far."""
         logged = max((t for record in self.metrics if (t := number(record, "tokens")) is not None), default=0.0)
@@ -84,14 +88,19 @@ class Phase:
 
         The tokens of a step may change within a phase, so that logged ones count first.
         """
-        each, best = number(self.info, "tokens_per_step"), None
-        for record in self.metrics:
-            at, tokens = number(record, "step"), number(record, "tokens")
-            if at is not None and tokens is not None and at <= step and (best is None or at >= best[0]):
-                best = at, tokens
-        if best is None:
+        each, (steps, tokens) = number(self.info, "tokens_per_step"), self._tokens_by_step
+        before = int(np.searchsorted(steps, step, side="right")) - 1
+        if before < 0:
             return None if each is None else step * each
-        return best[1] + (step - best[0]) * (each or 0.0)
+        return float(tokens[before] + (step - steps[before]) * (each or 0.0))
+
+    @functools.cached_property
+    def _tokens_by_step(self) -> tuple[Float[np.ndarray, " N"], Float[np.ndarray, " N"]]:
+        """The steps of the records that have tokens too, in order, and those tokens; of one step the last is last."""
+        logged = [(number(record, "step"), number(record, "tokens")) for record in self.metrics]
+        found = np.array([pair for pair in logged if None not in pair], np.float64).reshape(-1, 2)
+        steps, tokens = found[np.argsort(found[:, 0], kind="stable")].T
+        return steps, tokens
 
     def series(self, key: str) -> list[tuple[float, float]]:
         """(tokens, value) of each logged record that has `key`."""
