@@ -129,10 +129,10 @@ SIZES = {
     "--prompt=": "--max-new-tokens=8 --prompt=",
     "--seeds=3": "--seeds=1 "
     + " ".join(f"--config.phases.{i}.steps=4 --config.phases.{i}.optimizer.warmup_steps=1" for i in range(3)),
-    "=runs/drope_laptop ": "=runs/drope_laptop_quick --samples=2 ",
+    "=runs/drope_laptop ": "=runs/drope_laptop_quick ",
     "--length=2k": "--length=128 --sequences=2",
     "--topology=v5e:16x16 ": "--topology=v5e:16x16 --no-compile ",
-    "--topology=h100:8 ": "--topology=h100:8 --no-compile ",
+    "--topology=h100:8 --explain ": "--topology=h100:8 --no-compile ",
     "--topology=v5e:4x4 ": "--topology=v5e:4x4 --no-compile ",
 }
 HAS_TO_HAVE = {"corpus/*.jsonl.gz": "a corpus of the reader's, or the network", "launch/slurm.sh": "a cluster"}
@@ -149,7 +149,7 @@ def test_the_readme_asks_for_a_corpus_or_a_cluster_only_where_it_says_so():
 
 @pytest.mark.slow
 def test_the_readme_works_in_order_from_a_fresh_clone(tmp_path):
-    """Each block by bash, or by Python, with SmolLM2 from the Python index: 5 minutes."""
+    """Each block by bash, or by Python, with SmolLM2 from the Python index: 8 minutes."""
     where = tmp_path / "pe_lab"
     subprocess.run(["git", "clone", "-q", str(documented.ROOT), str(where)], check=True)
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV", "XLA_FLAGS", "JAX_PLATFORMS")}
