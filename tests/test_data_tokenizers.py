@@ -3,6 +3,7 @@
 import base64
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers_environments import environment
 
 from pe_lab.data.tokenizers import (
     KIND_FILE,
+    chat_templates,
     check_vocabulary,
     export_tokenizer,
     load_saved_tokenizer,
@@ -455,6 +457,23 @@ def test_a_template_is_bounded_in_time_and_memory(template, why):
     with pytest.raises(DataError, match=f"The chat template of x does not accept these messages: .*{why}"):
         render_chat(template, MESSAGES, {}, "x")
     assert render_chat("{{ messages[0].role }}", MESSAGES, {}, "x") == MESSAGES[0]["role"]  # the next one is rendered
+
+
+@pytest.mark.slow
+def test_a_template_is_bounded_where_the_signal_is_ignored_by_the_parent():
+    """10 s. A worker of pytest that had loaded a TPU's compiler ignored SIGPROF."""
+    for renderer in [*chat_templates._renderers]:
+        renderer.close()
+    before = signal.signal(signal.SIGPROF, signal.SIG_IGN)
+    try:
+        with pytest.raises(DataError, match="it does not end within 5 seconds"):
+            render_chat(
+                "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", MESSAGES, {}, "x"
+            )
+    finally:
+        signal.signal(signal.SIGPROF, before)
+        for renderer in [*chat_templates._renderers]:
+            renderer.close()
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,9 @@ def _serve() -> None:
 
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    # A process inherits what its parent ignores or blocks, and libraries of the parent may ignore this one.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, SECONDS)  # SIGPROF ends the process, also inside a function in C
         try:
