@@ -123,12 +123,14 @@ def main(argv: Sequence[str]) -> int:
     config = SourceConfig(source=args.source, column=args.column, template=args.template, chat=args.chat)
     source = open_source(config)
     finish_interrupted(out)
+    # Before the metadata: another task of an array may put the directory into its place meanwhile.
+    filled = out.exists() and (not out.is_dir() or any(out.iterdir()))
     if (out / METADATA_FILE).is_file():
         metadata = _check_done(args, filters, source, out)
         print(f"{out} is already prepared from {redacted(args.source)}; nothing to do.\n{_summary(out, metadata)}")
         return 0
     started = begun(out)
-    if started is None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if started is None and filled:
         raise ConfigError(f"--out={out} exists and is not prepared data. Choose another directory, or empty it.")
     check_place("--out", out)
     size = training_size(args.tokenizer)

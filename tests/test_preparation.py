@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from corpora import corpus, documents_of, run, sentences
 
-from pe_lab.data import shard_preparation
+from pe_lab.data import gathering, preparation, shard_preparation
 from pe_lab.data.executors import in_processes, in_this_process
 from pe_lab.data.filters import Filters
 from pe_lab.data.preparation import building_directory
@@ -56,6 +57,43 @@ def test_processes_and_tasks_write_the_same_bytes(tmp_path, shards, monkeypatch,
     for out, executor in (("alone", in_this_process), ("two", in_processes(2))):
         run(config, tmp_path / out, executor=executor)
     assert contents(tmp_path / "two") == contents(tmp_path / "alone")
+
+
+def test_a_task_that_others_overtake_returns_what_they_wrote(tmp_path, shards, monkeypatch):
+    """While a task that has done its share opens the plan, the last one finishes the directory."""
+    config = corpus(tmp_path, *FILES)
+    whole = run(config, tmp_path / "one")
+    assert run(config, tmp_path / "tasks", task=(1, 2)) is None
+    real, others = preparation.open_work, [(0, 2)]
+
+    def overtaken(*arguments):
+        if others:
+            assert run(config, tmp_path / "tasks", task=others.pop()) == whole
+        return real(*arguments)
+
+    monkeypatch.setattr(preparation, "open_work", overtaken)
+    assert run(config, tmp_path / "tasks", task=(1, 2)) == whole
+    assert contents(tmp_path / "tasks") == contents(tmp_path / "one") and not list(tmp_path.glob(".tasks*"))
+
+
+def test_a_directory_that_another_process_puts_into_its_place_is_waited_for(tmp_path, shards, monkeypatch, capsys):
+    """2 s."""
+    config = corpus(tmp_path, *FILES)
+    real, second = gathering.remove_tree, []
+
+    def slow(directory):
+        if not second:
+            words = [f"--source={config.source}", "--tokenizer=bytes", f"--out={tmp_path / 'out'}"]
+            second.append(threading.Thread(target=lambda: second.append(main(words))))
+            second[0].start()
+            time.sleep(0.5)
+            assert second[1:] == [] and directory.exists()
+        real(directory)
+
+    monkeypatch.setattr(gathering, "remove_tree", slow)
+    assert main([f"--source={config.source}", "--tokenizer=bytes", f"--out={tmp_path / 'out'}"]) == 0
+    second[0].join()
+    assert second[1] == 0 and "nothing to do" in capsys.readouterr().out
 
 
 def interrupted(after, steps):

@@ -104,29 +104,39 @@ def prepare(
     directory = directory if is_remote(directory) else directory.absolute()
     building, alone = building_directory(directory), task[1] == 1
     whole = contextlib.nullcontext if alone else lambda: _writing(directory)  # what one task does for all
+
+    def finished() -> Metadata | None:
+        with whole():  # another task may be about to put the directory into its place
+            return read_metadata(directory) if is_file(directory / METADATA_FILE) else None
+
     with _explained(directory), _writing(directory) if alone else contextlib.nullcontext():
-        finish_interrupted(directory)
-        if is_file(directory / METADATA_FILE):  # another process was faster
-            return read_metadata(directory)
         fresh = not is_file(building / WORK / PLAN_FILE)
         try:
             with whole():
+                _finish(directory)
+                if is_file(directory / METADATA_FILE):  # another process was faster
+                    return read_metadata(directory)
                 place = _begin(building, plan, tokenizer, directory)
+                mine = range(len(plan.shards))[task[0] :: task[1]]
+                left = set(mine) - finished_shards(building, "shard")
             work = open_work(place)
-            mine = range(len(plan.shards))[task[0] :: task[1]]
-            if filters.duplicates:
+            # A task that has done its share writes nothing: the others may end at any moment.
+            if (alone or left) and filters.duplicates:
                 _run(work, place, "fingerprints", mine, executor)
                 if left_shards(work, "fingerprints"):
                     return None
                 with whole():
                     decide_duplicates(work)
-            _run(work, place, "shard", mine, executor)
+            if alone or left:
+                _run(work, place, "shard", mine, executor)
             if left_shards(work, "shard"):
-                return read_metadata(directory) if is_file(directory / METADATA_FILE) else None
+                return finished()
             with whole():
                 if not is_file(directory / METADATA_FILE):
                     gather(work, directory, lambda shards: _run(work, place, "shard", shards, executor, shards))
-        except UserError:
+        except (UserError, OSError):
+            if not alone and (metadata := finished()):  # what this task was about to read is no more
+                return metadata
             if alone and fresh and not any(finished_shards(building, step) for step in ("fingerprints", "shard")):
                 remove_tree(building)
             raise
@@ -141,16 +151,29 @@ def building_directory(directory: AnyPath) -> AnyPath:
 def begun(directory: AnyPath) -> tuple[str, str] | None:
     """The tokenizer of an interrupted preparation, by its name and as it was saved; None if none was interrupted."""
     building = building_directory(directory)
-    if not is_file(building / WORK / PLAN_FILE):
-        return None
-    return read_json(building / WORK / PLAN_FILE)["tokenizer"], f"saved:{building / TOKENIZER_DIRECTORY}"
+    try:
+        return read_json(building / WORK / PLAN_FILE)["tokenizer"], f"saved:{building / TOKENIZER_DIRECTORY}"
+    except DataError:
+        if is_file(building / WORK / PLAN_FILE):
+            raise
+    return None
 
 
 def finish_interrupted(directory: AnyPath) -> None:
-    """Puts a directory into its place that was whole when its process was killed."""
+    """Puts a directory into its place that was whole when its process was killed; one that is alive is waited for."""
+    if _is_whole(directory):
+        with _writing(directory):
+            _finish(directory)
+
+
+def _finish(directory: AnyPath) -> None:
+    if _is_whole(directory):
+        publish(building_directory(directory), directory)
+
+
+def _is_whole(directory: AnyPath) -> bool:
     building = building_directory(directory)
-    if is_file(building / METADATA_FILE) and (building != directory or listing(building / WORK)):
-        publish(building, directory)
+    return is_file(building / METADATA_FILE) and (building != directory or bool(listing(building / WORK)))
 
 
 def make_plan(
