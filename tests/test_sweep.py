@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from object_stores import gcs_bucket, store_servers  # noqa: F401
-from tiny_runs import REPOSITORY, arrays, finish, start, write_recipe
+from tiny_runs import REPOSITORY, arrays, fingerprint, finish, start, write_recipe
 
 from pe_lab.results.records import as_dict
 from pe_lab.sweep import main
@@ -108,7 +108,7 @@ def test_bad_input(recipe, tmp_path, capsys, line, message):
     assert main(line) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ") and err.count("\n") == 1 and message in err, err
-    assert [path.name for path in tmp_path.iterdir()] == ["tiny.py"]
+    assert list(fingerprint(tmp_path)) == ["tiny.py"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

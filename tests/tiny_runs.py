@@ -143,10 +143,11 @@ def assert_same_training(one: Path, other: Path, phases: Sequence[str] = ("pretr
 
 
 def fingerprint(directory: Path) -> dict[str, str]:
-    """{file: hash} of everything under a directory, and {directory: ""}."""
+    """{file: hash} of everything under a directory, and {directory: ""}; without the bytecode that Python writes."""
     return {
         str(p.relative_to(directory)): hashlib.sha256(p.read_bytes()).hexdigest() if p.is_file() else ""
         for p in sorted(directory.rglob("*"))
+        if "__pycache__" not in p.parts
     }
 
 
