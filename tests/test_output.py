@@ -51,7 +51,9 @@ def run(
 MORE = [pytest.param(one, marks=pytest.mark.slow) for one in ("| head -1", ">&-", "2>&-", ">/dev/full 2>&1", "| :")]
 
 
-@pytest.mark.parametrize("redirection", ["2>&1 | head -1", ">&- 2>&-", ">/dev/full", *MORE])
+@pytest.mark.parametrize(
+    "redirection", [pytest.param("2>&1 | head -1", marks=pytest.mark.slow), ">&- 2>&-", ">/dev/full", *MORE]
+)
 def test_a_command_that_makes_files_works_on(tmp_path, redirection):
     """1 s each."""
     found = run("works_on", tmp_path / "made", redirection)

@@ -205,7 +205,7 @@ def test_a_text_to_fit_on(run, tmp_path, capsys):
     assert "on 128 tokens" in capsys.readouterr().out  # 8 windows of 16
 
 
-@pytest.mark.parametrize("search", ["greedy", "first-order"])
+@pytest.mark.parametrize("search", ["greedy", pytest.param("first-order", marks=pytest.mark.slow)])
 def test_layers_are_dropped_for_a_budget(run, tmp_path, capsys, search):
     """The prices are checked in tests/analysis/test_layers_study.py."""
     text = tmp_path / "text.txt"
@@ -260,7 +260,7 @@ def test_bad_edits_of_heads_and_norms_write_nothing(run, tmp_path, monkeypatch, 
     ("dope", "order", "head", "kind"),
     [
         pytest.param("all-nope", "ascending", (1, 1), NoPE(), marks=pytest.mark.slow),
-        ("all-uniform", "descending", (1, 0), Uniform()),
+        pytest.param("all-uniform", "descending", (1, 0), Uniform(), marks=pytest.mark.slow),
         pytest.param("parts-fast", "ascending", (1, 1), Bands(2 * math.pi / 16, "fast"), marks=pytest.mark.slow),
         pytest.param("parts-slow", "ascending", (1, 1), Bands(2 * math.pi / 16, "slow"), marks=pytest.mark.slow),
         ("gaussian", "ascending", (1, 1), None),

@@ -37,6 +37,7 @@ class Every:
 
 
 class Case(NamedTuple):
+    layers: tuple[Layer, ...]
     found: list[Any]
     q: np.ndarray
     k: np.ndarray
@@ -46,14 +47,18 @@ class Case(NamedTuple):
     segments: np.ndarray
 
 
-# 8 s each, most of it to compile six structures. With questions about needles at 261 tokens.
-BOTH = [pytest.param(97, id="packed, 97 tokens"), pytest.param(LONG, id="261 tokens", marks=pytest.mark.slow)]
+# A second or two to compile each structure. With questions about needles at 261 tokens.
+BOTH = [
+    pytest.param((97, (LAYERS[2], LAYERS[3], LAYERS[5])), id="packed, 97 tokens"),
+    pytest.param((97, LAYERS), id="packed, 97 tokens, all layers", marks=pytest.mark.slow),
+    pytest.param((LONG, LAYERS), id="261 tokens", marks=pytest.mark.slow),
+]
 
 
 @pytest.fixture(scope="module", params=BOTH)
 def case(request) -> Case:
-    T = request.param
-    lm, ids = dense.language_model(), dense.tokens(T)
+    T, layers = request.param
+    lm, ids = dense.language_model(layers), dense.tokens(T)
     places = {}
     segments, positions = np.ones((2, T), np.int32), np.broadcast_to(np.arange(T), (2, T)).astype(np.int32)
     asked = None
@@ -66,8 +71,8 @@ def case(request) -> Case:
     found = lm.layer_pass(ids, Every(T), data=(*sampled_queries(T), asked), **places)
     views = lm.layer_pass(ids, _raw, **places)
     q, k, v = (np.stack([np.asarray(view[n], np.float64) for view in views]) for n in range(3))
-    weights = [dense.weights(q[n], k[n], LAYERS[n], positions, segments) for n in range(len(LAYERS))]
-    return Case(found, q, k, v, weights, positions, segments)
+    weights = [dense.weights(q[n], k[n], layer, positions, segments) for n, layer in enumerate(layers)]
+    return Case(layers, found, q, k, v, weights, positions, segments)
 
 
 def _raw(view, data):
@@ -82,7 +87,7 @@ def test_frequency_use_is_what_all_pairs_and_all_weights_say(case):
     def norms(x):
         return np.hypot(x[..., :R], x[..., R:]).mean(1)
 
-    for n, layer in enumerate(LAYERS):
+    for n, layer in enumerate(case.layers):
         query, key, value, attended, average = case.found[n][0]
         close(query, norms(case.q[n]))
         close(key, norms(case.k[n]))
@@ -102,7 +107,7 @@ def test_attention_of_heads_is_what_all_weights_say(case):
     index = np.arange(T)
     distance = index[:, None] - index
     begin = np.stack([np.argmax(one[:, None] == one[None, :], -1) for one in case.segments])
-    for n in range(len(LAYERS)):
+    for n in range(len(case.layers)):
         weights, found = case.weights[n], Heads(*case.found[n][1])
         own = weights[:, :, index, index]
         previous = np.where(index > 0, weights[:, :, index, index - 1], 0)
@@ -142,7 +147,7 @@ def test_maps_are_averages_over_queries_of_sums_over_keys(case):
 
 def test_questions_find_their_needle_by_all_weights(case):
     T = case.positions.shape[1]
-    for n in range(len(LAYERS)):
+    for n in range(len(case.layers)):
         found = Heads(*case.found[n][1])
         if T != LONG:
             assert np.isnan(found.on_source).all() and np.isnan(found.around).all()
@@ -164,7 +169,7 @@ def test_logit_bounds_are_the_products_of_norms(case):
     T = case.positions.shape[1]
     index = np.arange(T)
     begin = np.stack([np.argmax(one[:, None] == one[None, :], -1) for one in case.segments])
-    for n, layer in enumerate(LAYERS):
+    for n, layer in enumerate(case.layers):
         logit, bound, alignment, tightest, parts, tokens = (np.asarray(x) for x in case.found[n][2])
         full = dense.logits(case.q[n], case.k[n], layer, case.positions)
         norm_q = np.linalg.norm(dense.rotated(case.q[n], layer, case.positions), axis=-1) * dense.scale(layer)

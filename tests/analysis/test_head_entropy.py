@@ -73,7 +73,11 @@ def rank_of(spectrum, r):
 
 @pytest.mark.parametrize(
     ("length", "encoding"),
-    [pytest.param(97, "yarn:factor=2", marks=pytest.mark.slow), (261, "dynamic_ntk:original_length=64"), (97, "heads")],
+    [
+        pytest.param(97, "yarn:factor=2", marks=pytest.mark.slow),
+        pytest.param(261, "dynamic_ntk:original_length=64", marks=pytest.mark.slow),
+        (97, "heads"),
+    ],
 )
 def test_entropies_are_those_of_the_equations(lm, length, encoding):
     """The reference sums outer products of the queries and keys that the model shows, in float64."""

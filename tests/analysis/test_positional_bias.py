@@ -186,6 +186,7 @@ def test_it_is_what_all_weights_and_finite_differences_say(layers, qk_norm, leng
         np.testing.assert_allclose(found.key_gradient[-1, n].T, expected["key"], rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_constant_sequence_has_a_bias_with_an_encoding_alone():
     """DroPE, Propositions 3.2 and 3.3, and Remark B.1: hidden states stay constant, whatever the encoding."""
     lm = language_model(qk_norm="none")

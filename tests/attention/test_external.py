@@ -79,7 +79,8 @@ def short_blocks(monkeypatch):
         pytest.param(200, 2, dict(window=1), marks=pytest.mark.slow),
         (257, 2, dict(window=128, segments=True)),
         pytest.param(600, 2, dict(segments=True), marks=pytest.mark.slow),
-        (600, 2, dict(window=129, segments=True)),  # five blocks: the backward pass in two kernels
+        # Five blocks: the backward pass in two kernels.
+        pytest.param(600, 2, dict(window=129, segments=True), marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -178,7 +179,10 @@ def test_splash_compiles_for_tpus(slice_, K):
 by_xla = functools.partial(cudnn_attention, implementation="xla")
 
 
-@pytest.mark.parametrize("T, window", [(1, None), (33, None), (33, 1), (33, 7), (33, 33), (33, 100)])
+SLOW_WINDOWS = [pytest.param(33, window, marks=pytest.mark.slow) for window in (None, 1, 33, 100)]
+
+
+@pytest.mark.parametrize("T, window", [(1, None), (33, 7), *SLOW_WINDOWS])
 def test_cudnn_is_asked_for_the_reference(T, window):
     """`jax.nn` has the same arguments for XLA, which runs on a CPU."""
     compare(by_xla, qkv(T), window=window)

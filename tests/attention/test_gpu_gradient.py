@@ -67,8 +67,8 @@ def features(names):
     "names",
     [
         (),
-        ("used", "window", "distance bias", "key bias"),
-        ("slopes", "positions", "segments"),
+        pytest.param(("used", "window", "distance bias", "key bias"), marks=pytest.mark.slow),
+        pytest.param(("slopes", "positions", "segments"), marks=pytest.mark.slow),
         ("few", "slopes", "distance bias", "key bias"),
     ],
     ids=" ".join,

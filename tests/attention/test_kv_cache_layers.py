@@ -19,7 +19,7 @@ KERNELS = {
 
 
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
-@pytest.mark.parametrize("T", [1, 70])
+@pytest.mark.parametrize("T", [1, pytest.param(70, marks=pytest.mark.slow)])
 def test_one_layer_of_three(kernel, T):
     asked = request(Case(B=2, T=T, S=200, H=4, G=2, start=(100, 7), used=(100 + T, 7 + T), rotation="split"))
     stack = lambda x: jnp.stack([jnp.full_like(x, jnp.nan), x, x * 0 + 5])  # noqa: E731

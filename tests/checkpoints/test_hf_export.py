@@ -243,7 +243,12 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("case", OTHERS)
+LIKE_OTHERS = ("partial in llama", "partial, stretched, in neox", "ntk", "nope in neox")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case in LIKE_OTHERS)) for case in OTHERS]
+)
 def test_encodings_under_other_names_compute_the_same(case, tmp_path):
     model, encoding = OTHERS[case]
     source = Memory(model, layers(encoding))

@@ -141,7 +141,9 @@ def test_removed_the_scale_and_a_constant_are_in_the_projections(batch, kind):
     assert told.error < 1e-3 and told.loss_before == pytest.approx(told.loss_after, abs=1e-5)
 
 
-@pytest.mark.parametrize("before", KINDS)
+@pytest.mark.parametrize(
+    "before", ["none", "head", "query_head", *(pytest.param(k, marks=pytest.mark.slow) for k in ("flat", "query_flat"))]
+)
 @pytest.mark.parametrize("after", ["head", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("none", "flat"))])
 def test_any_kind_into_any_other(batch, before, after):
     config = dataclasses.replace(CONFIG, qk_norm=before)

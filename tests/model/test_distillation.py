@@ -64,6 +64,7 @@ def test_the_loss_and_its_gradient_are_those_of_whole_logits(teacher, student, b
     close(found, expected, 2e-6)
 
 
+@pytest.mark.slow
 def test_hidden_states_and_attention_are_matched_relative_to_the_teachers(teacher, student, batch):
     inputs = DistilledInputs(BARE, teacher, ROTATED)
     (_, ours, _), (_, its, _) = (

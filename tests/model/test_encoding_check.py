@@ -150,6 +150,7 @@ class PenalizedAlone(SaysAll):
         return (params["still"] ** 2).sum()
 
 
+@pytest.mark.slow
 def test_a_penalty_is_no_gradient_of_the_outputs():
     """3 s."""
     found = learned(Subject(layers("rope/with=penalized_alone", 1)[0], ONE_LAYER))
