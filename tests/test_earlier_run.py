@@ -15,6 +15,8 @@ from pe_lab.training import open_run
 
 EARLIER = Path(__file__).parent / "data" / "earlier"
 
+pytestmark = pytest.mark.slow  # the fixture trains: 6 s
+
 
 @pytest.fixture(scope="module")
 def earlier(tmp_path_factory):
@@ -31,7 +33,7 @@ def earlier(tmp_path_factory):
 
 @pytest.mark.parametrize("phase", ["pretrain", "recalibrate"])
 def test_a_resumed_run_logs_the_same_losses(earlier, phase):
-    """About 6 s with the fixture. The golden log was computed by another build of XLA's code: 1e-5 of rounding."""
+    """The golden log was computed by another build of XLA's code: 1e-5 of rounding."""
     expected = [json.loads(line) for line in (EARLIER / "expected" / f"{phase}.jsonl").read_text().splitlines()]
     found = [json.loads(line) for line in (earlier / "run" / phase / "metrics.jsonl").read_text().splitlines()]
     for one, other in zip(found, expected, strict=True):

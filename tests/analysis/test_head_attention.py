@@ -49,7 +49,7 @@ class Case(NamedTuple):
 
 # A second or two to compile each structure. With questions about needles at 261 tokens.
 BOTH = [
-    pytest.param((97, (LAYERS[2], LAYERS[3], LAYERS[5])), id="packed, 97 tokens"),
+    pytest.param((97, (LAYERS[5],)), id="packed, 97 tokens"),
     pytest.param((97, LAYERS), id="packed, 97 tokens, all layers", marks=pytest.mark.slow),
     pytest.param((LONG, LAYERS), id="261 tokens", marks=pytest.mark.slow),
 ]
@@ -137,7 +137,7 @@ def test_attention_of_heads_is_what_all_weights_say(case):
 def test_maps_are_averages_over_queries_of_sums_over_keys(case):
     T = case.positions.shape[1]
     cell = np.minimum(np.arange(T) * MAP // T, MAP - 1)
-    for n in (0, 2):
+    for n in {0, len(case.layers) // 2}:
         found = np.asarray(Heads(*case.found[n][1]).map)
         for row, column in ((0, 0), (MAP // 2, 3), (MAP - 1, MAP - 1), (40, 39)):
             block = case.weights[n][:, :, cell == row][..., cell == column]

@@ -94,7 +94,7 @@ def test_distances_of_any_table(entries, T):
     ("heads", "T"),
     [
         ((6, 3), 40),
-        ((4, 1), 5),
+        pytest.param((4, 1), 5, marks=pytest.mark.slow),
         pytest.param((6, 3), 5, marks=pytest.mark.slow),
         pytest.param((4, 1), 40, marks=pytest.mark.slow),
     ],

@@ -73,7 +73,8 @@ def test_features_alone_and_together(names):
     check(case, cut=None if "few" in names else SMALL)
 
 
-@pytest.mark.parametrize("more", [pytest.param({}, marks=pytest.mark.slow), {"window": 70}], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{}, {"window": 70}], ids=str)
 def test_whole_blocks_begin_and_end_where_all_queries_see_all_keys(more):
     """One row of the batch for each first query, and one for each number of used keys, in a block of 128 keys."""
     cut = Tiles(heads=2, queries=8, keys=128, few=True)

@@ -51,7 +51,9 @@ def assert_reads(opened, memory):
             assert (opened.read(path) == array).all() and (opened.read(path, rows=slice(5, 9)) == array[5:9]).all()
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in ("float32", "float16"))]
+)
 def test_what_is_written_in_pieces_is_a_checkpoint_like_any(dtype, tmp_path, monkeypatch):
     monkeypatch.setattr(source, "ROW_BYTES", 700)
     memory = Memory(MODEL, LAYERS, dtype=dtype)

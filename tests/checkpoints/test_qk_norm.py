@@ -103,6 +103,7 @@ def test_a_norm_that_starts_at_ones_has_scale_1_and_changes_nothing_else(batch):
         change_qk_norm(start, params, "none", schedule_of(Rope()), batch, init="ones")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error")  # no division by zero
 def test_losses_are_those_of_parent_and_child(batch):
     params, schedule = random_params(CONFIG), schedule_of(NoPE())

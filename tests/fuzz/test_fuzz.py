@@ -25,7 +25,10 @@ EACH = {
 }  # those that take longer
 
 
-@pytest.mark.parametrize("name", KINDS)
+LONGEST = ("run", "sweep", "checkpoint JSON")
+
+
+@pytest.mark.parametrize("name", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in LONGEST)) for kind in KINDS])
 def test_a_sample_of_damaged_inputs_is_accepted_or_refused(tmp_path, name):
     """The intact input is read by `inputs`, so that a kind whose real files are refused fails here."""
 

@@ -92,7 +92,7 @@ def test_in_blocks(kind, T):
     np.testing.assert_allclose(found, plain(kind, T), atol=1e-4)
 
 
-@cases("dynamic ntk", "windowed")
+@cases("windowed")
 def test_in_chunks(kind, T):
     """4,097 tokens in chunks of 512: eight of them, and one token more."""
     _, params, tokens = setting(T)

@@ -54,8 +54,14 @@ def operations(lowered) -> collections.Counter:
 
 @pytest.mark.parametrize(
     "pattern",
-    [("rope",), ("rope/window=8", "rope/window=8", "rope/window=8", "nope")],
-    ids=["uniform", "3 windowed to 1 full"],
+    [
+        pytest.param(("rope",), id="uniform"),
+        pytest.param(
+            ("rope/window=8", "rope/window=8", "rope/window=8", "nope"),
+            id="3 windowed to 1 full",
+            marks=pytest.mark.slow,
+        ),
+    ],
 )
 def test_the_train_step_is_the_same_program_at_any_depth(pattern):
     """As many operations at 48 layers as at 12: compile time cannot grow with depth. Unrolled, it does."""

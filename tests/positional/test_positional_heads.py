@@ -180,6 +180,7 @@ def test_the_appendix_has_one_seed_and_a_fixed_sigma():
             Gaussian(7, sigma)
 
 
+@pytest.mark.slow
 def test_noise_of_a_fixed_sigma_has_that_size():
     query = jax.random.normal(jax.random.key(0), (1, 256, H, 64)) * 5
     seeds = jnp.asarray([0, 42, 42, 0, 0, 0], jnp.uint32)

@@ -401,9 +401,8 @@ def test_models_have_finite_gradients_and_equal_losses_in_chunks(encodings):
 HELD = (PoPE(), SelectiveRope(rank=4), ForgettingGate(), ContextualPosition(4))
 
 
-@pytest.mark.parametrize(
-    "encodings", [HELD, *(pytest.param(group, marks=pytest.mark.slow) for group in GROUPS)], ids=names
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("encodings", [HELD, *GROUPS], ids=names)
 def test_losses_with_a_cache_are_those_of_the_whole_sequence(encodings):
     model, schedule = model_of(encodings, "reference")
     params = perturbed(model.init(jax.random.key(1)))

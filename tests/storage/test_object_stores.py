@@ -407,7 +407,7 @@ STORES = pytest.mark.parametrize("store", ["gcs_bucket", "s3_bucket"])
 
 
 @STORES
-@pytest.mark.parametrize("pattern", ["^(PUT|POST) ", "^(GET|HEAD) "])
+@pytest.mark.parametrize("pattern", ["^(PUT|POST) ", pytest.param("^(GET|HEAD) ", marks=pytest.mark.slow)])
 def test_a_store_that_answers_503_is_asked_for_half_a_minute(store, pattern, request, short_pauses):  # noqa: F811
     found = request.getfixturevalue(store)
     path = storage.path("--workdir", f"{found.url}/runs") / "file"
