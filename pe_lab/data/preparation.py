@@ -121,13 +121,13 @@ def prepare(
                 left = set(mine) - finished_shards(building, "shard")
             work = open_work(place)
             # A task that has done its share writes nothing: the others may end at any moment.
-            if (alone or left) and filters.duplicates:
-                _run(work, place, "fingerprints", mine, executor)
-                if left_shards(work, "fingerprints"):
-                    return None
-                with whole():
-                    decide_duplicates(work)
             if alone or left:
+                if filters.duplicates:
+                    _run(work, place, "fingerprints", mine, executor)
+                    if left_shards(work, "fingerprints"):
+                        return None
+                    with whole():
+                        decide_duplicates(work)
                 _run(work, place, "shard", mine, executor)
             if left_shards(work, "shard"):
                 return finished()

@@ -129,13 +129,13 @@ class NeverMoves(SaysAll):
         one = jnp.ones(shape.num_heads)
         return {
             "scale": Parameter(one, ("heads",)),
-            "still": Parameter(one, ("heads",)),
+            "factor": Parameter(one, ("heads",)),
             "fixed": Parameter(one, ("heads",), learning_rate=0.0),
         }
 
     def encode(self, params, q, k, positions, x):
-        still = jax.lax.stop_gradient(params["still"]) if self.stopped else params["still"]
-        return q * (params["scale"] * still * jax.lax.stop_gradient(params["fixed"]))[:, None], k
+        factor = jax.lax.stop_gradient(params["factor"]) if self.stopped else params["factor"]
+        return q * (params["scale"] * factor * jax.lax.stop_gradient(params["fixed"]))[:, None], k
 
 
 @register("penalized_alone")
@@ -144,17 +144,17 @@ class PenalizedAlone(SaysAll):
     """A parameter that a penalty moves, and that no output depends on."""
 
     def init(self, key, shape):
-        return {"still": Parameter(jnp.ones(shape.num_heads), ("heads",))}
+        return {"factor": Parameter(jnp.ones(shape.num_heads), ("heads",))}
 
     def penalty(self, params):
-        return (params["still"] ** 2).sum()
+        return (params["factor"] ** 2).sum()
 
 
 @pytest.mark.slow
 def test_a_penalty_is_no_gradient_of_the_outputs():
     """3 s."""
     found = learned(Subject(layers("rope/with=penalized_alone", 1)[0], ONE_LAYER))
-    assert found.fails and found.detail == "a gradient of zero of 'still'"
+    assert found.fails and found.detail == "a gradient of zero of 'factor'"
     assert not learned(Subject(layers("gated_rope", 1)[0], ONE_LAYER)).fails
 
 
@@ -162,7 +162,7 @@ def test_a_penalty_is_no_gradient_of_the_outputs():
 def test_a_parameter_without_a_gradient_is_found():
     """2 s."""
     found = learned(Subject(layers("never_moves", 1)[0]))
-    assert found.fails and found.detail == "a gradient of zero of 'still'"
+    assert found.fails and found.detail == "a gradient of zero of 'factor'"
 
 
 def test_a_failed_check_is_status_1(tmp_path, monkeypatch, capsys):
