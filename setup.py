@@ -1,4 +1,4 @@
-"""Puts the recipes of configs/ and the studies into the wheel. Everything else is in pyproject.toml."""
+"""Puts the recipes of configs/ and the claims into the wheel. Everything else is in pyproject.toml."""
 
 from pathlib import Path
 
@@ -6,7 +6,11 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 # where in the package: which files
-BESIDE = {"configs": "configs/*.py", "studies/files": "studies/*.py", "studies/files/results": "studies/results/*.json"}
+BESIDE = {
+    "configs": "configs/*.py",
+    "lab/claims/files": "claims/*.py",
+    "lab/claims/files/results": "claims/results/*.json",
+}
 
 
 class BuildWithRecipes(build_py):

@@ -1,12 +1,12 @@
-"""A model of 0.5M parameters on English prose and needles, on which studies test the papers' claims in minutes.
+"""A model of 0.5M parameters on English prose and needles, on which claims test the papers' claims in minutes.
 
 Papers: DroPE (Gelberg et al. 2025), p-RoPE (Barbero et al. 2024), Partial RoPE (Khan et al. 2026), DoPE (Xiong et al.
-2025). studies/ has the claims, docs/claims.md what came of them.
+2025). claims/ has the claims, docs/claims.md what came of them.
 
 Train:
   python -m pe_lab.train --config=configs/claims.py:method=rope
   python -m pe_lab.train --config=configs/claims.py:method=nope,from=runs/claims_rope
-  python -m pe_lab.study drop_needles --jobs=2
+  python -m pe_lab.claims drop_needles --jobs=2
 
 Arguments: method=rope, or nope, alibi, p_rope_75, p_rope_25, partial_rope_10, rnope_swa, swan, ssmax, smollm3; kept,
 the encodings of the checkpoint; or a text as --positional of pe_lab.surgery takes it. from=RUN recalibrates a

@@ -1,7 +1,7 @@
 """DroPE on a laptop: pretrain with RoPE, drop it in two stages, recalibrate after each: minutes on two CPU cores.
 
 Paper: "Extending the Context of Pretrained LLMs by Dropping Their Positional Embeddings" (Gelberg et al. 2025), which
-drops all pairs at once. The stage before it, without the slower half of the pairs, is studies/slow_pairs.py.
+drops all pairs at once. The stage before it, without the slower half of the pairs, is claims/slow_pairs.py.
 Command: python -m pe_lab.train --config=configs/drope_laptop.py   (`make demo` also evaluates and reports)
 Arguments: `:quick` trains for seconds, to see that everything works; `:full` adds a NoPE model trained for as many
     steps as the other phases together.

@@ -1,4 +1,4 @@
-"""pe_lab: pretrain decoder language models; choose, rescale, drop and study their positional encoding."""
+"""pe_lab: pretrain decoder language models; choose, rescale, drop and measure their positional encoding."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ from pe_lab.terminal import command, leave, stop_while_importing
 
 COMMANDS = (
     *("train", "plan", "prepare", "evaluate", "report", "analyze", "surgery", "convert", "generate", "verify"),
-    *("sweep", "study"),
+    *("sweep", "claim"),
 )
-STOPPED = ("train", "sweep", "study")  # which SIGTERM and SIGINT stop with status 75
+STOPPED = ("train", "sweep", "claim")  # which SIGTERM and SIGINT stop with status 75
 
 
 def summary(name: str) -> str:

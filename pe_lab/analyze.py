@@ -1,4 +1,4 @@
-"""`python -m pe_lab.analyze --study=NAME`: a study's tables and figures, and the numbers behind them."""
+"""`python -m pe_lab.analyze NAME`: an analysis's tables and figures, and the numbers behind them."""
 
 from __future__ import annotations
 
@@ -13,24 +13,53 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pe_lab import storage
-from pe_lab.analysis import descriptions, frequencies
+from pe_lab.analysis import (
+    check,
+    descriptions,
+    dope,
+    frequencies,
+    frequency_use,
+    head_entropy,
+    heads,
+    knock_out,
+    layers,
+    logit_bounds,
+    phase,
+    positional_bias,
+)
+from pe_lab.analysis.analysis import Analysis
 from pe_lab.analysis.session import add_arguments, footprint, open_session
-from pe_lab.analysis.studies import STUDIES
-from pe_lab.analysis.study import Study, write_study
 from pe_lab.errors import ConfigError, did_you_mean, redacted
-from pe_lab.page import frequency_figures, study_figures
+from pe_lab.lab.theory import analysis as theory
+from pe_lab.page import figure_files, frequency_figures
 from pe_lab.parallel import on_first, one_program
 from pe_lab.positional import build_schedule, describe
 from pe_lab.recipes import split_overrides
+from pe_lab.results.findings import write_findings
 from pe_lab.storage import AnyPath, write_files
 from pe_lab.terminal import argument_parser, console, table, works_on
 from pe_lab.training.machine import machine, versions
 
 FORMATS = ("pdf", "svg", "png")
 
+MODULES = (
+    check,
+    frequency_use,
+    heads,
+    logit_bounds,
+    head_entropy,
+    dope,
+    positional_bias,
+    phase,
+    theory,
+    layers,
+    knock_out,
+)
+ANALYSES: dict[str, Analysis] = {module.ANALYSIS.name: module.ANALYSIS for module in MODULES}
+
 
 class Description(NamedTuple):
-    """A study of descriptions alone: one line for --help, its options, and a function that returns text and files."""
+    """An analysis of descriptions alone: one line for --help, its options, and a function that returns text and files."""
 
     summary: str
     options: Callable[[argparse.ArgumentParser], None]
@@ -72,7 +101,7 @@ def numbers(option: str, text: str) -> tuple[float, ...]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The studies
+# The analyses
 
 FREQUENCIES = {  # option -> how its text is read, its default, and its help
     "--head-dim": (whole, "64", "channels of a head (default: %(default)s)"),
@@ -95,7 +124,7 @@ def _frequencies(args: argparse.Namespace, formats: Sequence[str]) -> tuple[str,
     for option, (parse, *_) in FREQUENCIES.items():
         name = option.removeprefix("--").replace("-", "_")
         settings[name] = parse(option, getattr(args, name))
-    found = frequencies.study(frequencies.Settings(**settings))
+    found = frequencies.analysis(frequencies.Settings(**settings))
     pictures = {
         f"{name}.{form}": frequency_figures.render(figure, form)
         for name, figure in frequency_figures.draw(found).items()
@@ -114,9 +143,7 @@ def _schedule_options(parser: argparse.ArgumentParser) -> None:
 def _schedule(args: argparse.Namespace, formats: Sequence[str]) -> tuple[str, dict[str, bytes]]:
     length = whole("--length", args.length) if args.length else None
     if bool(args.config) == bool(args.positional):
-        raise ConfigError(
-            "--study=schedule shows a recipe (--config=...) or layers (--positional=...): give one of them."
-        )
+        raise ConfigError("schedule shows a recipe (--config=...) or layers (--positional=...): give one of them.")
     parts = []
     for one in descriptions.described(args):
         shape, at = one.model, length or one.length
@@ -147,14 +174,14 @@ DESCRIPTIONS = {
 
 
 def parser(name: str | None) -> argparse.ArgumentParser:
-    """The parser of the command line, with the options of one study."""
-    known = {**{name: one.summary for name, one in DESCRIPTIONS.items()}, **{n: s.summary for n, s in STUDIES.items()}}
-    listing = table(("studies:", ""), [(f"  {name}", summary) for name, summary in known.items()], words=2)
-    description = f"Runs a study: prints its tables, writes its numbers, draws its figures.\n\n{listing}"
-    epilog = "--study=NAME --help lists the options of that study." if name is None else None
+    """The parser of the command line, with the options of one analysis."""
+    known = {**{name: one.summary for name, one in DESCRIPTIONS.items()}, **{n: s.summary for n, s in ANALYSES.items()}}
+    listing = table(("analyses:", ""), [(f"  {name}", summary) for name, summary in known.items()], words=2)
+    description = f"Runs an analysis: prints its tables, writes its numbers, draws its figures.\n\n{listing}"
+    epilog = "NAME --help lists the options of that analysis." if name is None else None
     p = argument_parser("analyze", description, epilog)
     p.allow_abbrev = False
-    p.add_argument("--study", required=True, metavar="NAME", help="one of the studies above")
+    p.add_argument("analysis", metavar="NAME", help="one of the analyses above")
     where = "RUN/analysis/NAME for a model, else analysis/NAME"
     p.add_argument("--out", metavar="DIR", help=f"where the files go (default: {where})")
     default = "png" if name in DESCRIPTIONS else "pdf,svg"
@@ -162,40 +189,40 @@ def parser(name: str | None) -> argparse.ArgumentParser:
     if name in DESCRIPTIONS:
         DESCRIPTIONS[name].options(p)
     elif name is not None:
-        study = STUDIES[name]
-        if study.models:
+        analysis = ANALYSES[name]
+        if analysis.models:
             add_arguments(p)
-        study.options(p)
+        analysis.options(p)
     return p
 
 
-def chosen_study(argv: Sequence[str]) -> str | None:
-    """The study that a command line names, parsed before its options are known; None if it names none."""
+def chosen_analysis(argv: Sequence[str]) -> str | None:
+    """The analysis that a command line names, parsed before its options are known; None if it names none."""
     first = argument_parser("analyze", "", add_help=False, allow_abbrev=False)
-    first.add_argument("--study")
-    name = first.parse_known_args(argv)[0].study
-    names = [*DESCRIPTIONS, *STUDIES]
+    first.add_argument("analysis", nargs="?")
+    name = first.parse_known_args(argv)[0].analysis
+    names = [*DESCRIPTIONS, *ANALYSES]
     if name is not None and name not in names:
-        raise ConfigError(f"--study: there is no study '{name}'. {did_you_mean(name, names)}")
+        raise ConfigError(f"--analysis: there is no analysis '{name}'. {did_you_mean(name, names)}")
     return name
 
 
-def run_study(
-    study: Study, args: argparse.Namespace, out: AnyPath | None, formats: Sequence[str]
+def run_analysis(
+    analysis: Analysis, args: argparse.Namespace, out: AnyPath | None, formats: Sequence[str]
 ) -> tuple[list[AnyPath], bool]:
-    """Runs a study, prints what it found, and writes its files; returns their paths, and whether a check failed."""
+    """Runs an analysis, prints what it found, and writes its files; returns their paths, and whether a check failed."""
     begun = time.monotonic()
-    if study.models:
-        session = open_session(study.name, args, out)
-        findings, directory = study.run(session), session.out
+    if analysis.models:
+        session = open_session(analysis.name, args, out)
+        findings, directory = analysis.run(session), session.out
         if findings is None:  # a plan alone was asked for
             return [], False
         about = session.about()
     else:
-        findings = study.run(args)  # which may set `directory`, for the study of a run
-        directory = out or getattr(args, "directory", Path("analysis") / study.name)
+        findings = analysis.run(args)  # which may set `directory`, for the analysis of a run
+        directory = out or getattr(args, "directory", Path("analysis") / analysis.name)
         about = {**footprint(begun), "machine": machine(), "versions": versions()}
-    about = {"command": command_line(args.argv), "source": study.source, **about}
+    about = {"command": command_line(args.argv), "source": analysis.source, **about}
     out = console()
     for one in findings.tables:
         out.print(f"{one.title}\n{table(one.header, one.rows, one.words)}\n")
@@ -204,9 +231,9 @@ def run_study(
     out.print(f"{about['seconds']:,} s, peak memory {about['peak_memory_gib']} GiB")
 
     def write() -> list[AnyPath]:
-        written = write_study(directory, study.name, findings, about)
+        written = write_findings(directory, analysis.name, findings, about)
         drawn = {
-            directory / f"{figure.name}.{form}": study_figures.render(figure, form)
+            directory / f"{figure.name}.{form}": figure_files.render(figure, form)
             for figure in findings.figures
             for form in formats
         }
@@ -231,8 +258,8 @@ def command_line(argv: Sequence[str]) -> str:
 def main(argv: Sequence[str]) -> int:
     given = list(argv)
     argv, overrides = split_overrides(argv)
-    study = chosen_study(argv)
-    args = parser(study).parse_args(argv)
+    analysis = chosen_analysis(argv)
+    args = parser(analysis).parse_args(argv)
     if overrides and not getattr(args, "config", None):
         raise ConfigError(f"--config.{next(iter(overrides))}: there is no --config here to override.")
     args.overrides, args.argv = overrides, given
@@ -245,14 +272,14 @@ def main(argv: Sequence[str]) -> int:
         storage.check_place("--out", out)
     failed = False
     with one_program():
-        if args.study in DESCRIPTIONS:
-            text, files = DESCRIPTIONS[args.study].run(args, formats)
-            out = out or Path("analysis") / args.study
+        if args.analysis in DESCRIPTIONS:
+            text, files = DESCRIPTIONS[args.analysis].run(args, formats)
+            out = out or Path("analysis") / args.analysis
             contents = {out / name: data for name, data in files.items()}
             written = on_first(lambda: write_files(contents, "Give another --out."))
             print(text)
         else:
-            written, failed = run_study(STUDIES[args.study], args, out, formats)
+            written, failed = run_analysis(ANALYSES[args.analysis], args, out, formats)
         if written:
             print("\nWrote:", *shown_paths(written), sep="\n  ")
     return int(failed)

@@ -12,12 +12,12 @@ import sys
 from collections.abc import Sequence
 
 from pe_lab import storage
-from pe_lab.analysis.runs import Run, read_runs
 from pe_lab.errors import ConfigError
 from pe_lab.page.document import build_page, headline
 from pe_lab.page.export import INDEX, export_files
 from pe_lab.page.files import read_formats
 from pe_lab.page.heat_picture import KINDS, draw_heat_maps, needle_table
+from pe_lab.results.runs import Run, read_runs
 from pe_lab.storage import AnyPath, check_place, write_file, write_files
 from pe_lab.terminal import argument_parser, works_on
 
@@ -118,8 +118,8 @@ def main(argv: Sequence[str]) -> int:
         write_files({export / name: content for name, content in files.items()}, "Give another place with --export.")
     write_file(path, page, "Give another file with --out.")
     print(headline(runs))
-    studies = sum(len(run.studies) for run in runs)
-    shown = f", {studies} {'study' if studies == 1 else 'studies'}" if studies else ""
+    analyses = sum(len(run.analyses) for run in runs)
+    shown = f", {analyses} {'analysis' if analyses == 1 else 'analyses'}" if analyses else ""
     print(f"Wrote {path} ({len(page) / 1024:.0f} KB{shown}); open it in a browser.")
     if export is not None:
         print(f"Wrote {len(files)} files to {export}, listed in {export / INDEX}.")

@@ -33,9 +33,7 @@ import jax
 
 from pe_lab import storage
 from pe_lab.errors import ConfigError, did_you_mean
-from pe_lab.positional.registry import external_files
-from pe_lab.recipes import split_overrides
-from pe_lab.sweeps import (
+from pe_lab.lab.sweeps import (
     Sweep,
     load_sweep,
     make_sweep,
@@ -45,12 +43,14 @@ from pe_lab.sweeps import (
     run_sweep,
     summarize,
 )
-from pe_lab.sweeps.cells import FILE
-from pe_lab.sweeps.progress import Board, cost, counts, failures
-from pe_lab.sweeps.results import shown, write_results
-from pe_lab.sweeps.runners import make_runner, split_passed_on
-from pe_lab.sweeps.running import exit_status
-from pe_lab.sweeps.table import TRAINING, VALIDATION
+from pe_lab.lab.sweeps.cells import FILE
+from pe_lab.lab.sweeps.progress import Board, cost, counts, failures
+from pe_lab.lab.sweeps.results import shown, write_results
+from pe_lab.lab.sweeps.runners import make_runner, split_passed_on
+from pe_lab.lab.sweeps.running import exit_status
+from pe_lab.lab.sweeps.table import TRAINING, VALIDATION
+from pe_lab.positional.registry import external_files
+from pe_lab.recipes import split_overrides
 
 
 def parser() -> argparse.ArgumentParser:

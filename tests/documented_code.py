@@ -170,11 +170,11 @@ def parse(module: str, argv: Sequence[str]) -> Any:
 
 def check(words: Sequence[str]) -> None:
     """Raises if a command line has an unknown flag, recipe, key, suite, variant, make target, launcher or extra."""
-    from pe_lab.analysis.studies.dope import parse_grid
+    from pe_lab.analysis.dope import parse_grid
     from pe_lab.evaluation.tasks.suites import parse_suites
     from pe_lab.evaluation.variants import parse_methods
+    from pe_lab.lab.sweeps import make_sweep, parse_axis, parse_seeds
     from pe_lab.recipes import load_config, split_overrides
-    from pe_lab.sweeps import make_sweep, parse_axis, parse_seeds
     from pe_lab.training.run import plan_phases
 
     kind, arguments = program(words)

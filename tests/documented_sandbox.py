@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def make_sandbox(directory: Path) -> None:
     """Fills a directory with stand-ins for the models, runs, data and downloads that the pages name."""
     from pe_lab import analyze, convert, prepare, train
-    from pe_lab.sweeps import make_sweep, save_sweep
+    from pe_lab.lab.sweeps import make_sweep, save_sweep
 
     directory.mkdir(parents=True)
     os.chdir(directory)
@@ -65,7 +65,7 @@ def make_sandbox(directory: Path) -> None:
     for cell in sweep.cells:
         shutil.copytree("runs/drope", sweep.directory / cell.name)
     scores = ["--from=runs/rope", "--length=64", "--sequences=2", "--out=scores"]
-    assert analyze.main(["--study=head_entropy", *scores, "--text=essays/*.txt"]) == 0
+    assert analyze.main(["head_entropy", *scores, "--text=essays/*.txt"]) == 0
     shutil.copy("scores/scores.json", ".")
     small_benchmarks.write_all(directory / "small", ["qasper"])
     shutil.move("small/qa", "squad")

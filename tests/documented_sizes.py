@@ -66,7 +66,7 @@ QUICK = {
     "pe_lab.surgery": {"--length": "64", "--most": "1"},
     "pe_lab.prepare": {"--limit-documents": "20"},
     "pe_lab.sweep": {"--seeds": "1"},
-    "pe_lab.study": {"--seeds": "2", "--size": "quick", "--jobs": "1"},
+    "pe_lab.claims": {"--seeds": "2", "--size": "quick", "--jobs": "1"},
     "pe_lab.plan": {"--explain": None, "--json": None, "--against": None},
 }
 # In Python: two small cells; layers that the stand-in for SmolLM2 has.
@@ -77,7 +77,7 @@ ADDED = {
     "pe_lab.plan": ["--no-compile"],  # tests/planning/test_tpu_steps.py compiles, for minutes
     "pe_lab.convert": ["--parity=off"],  # needs torch; tests/checkpoints compares logits with transformers
     "pe_lab.generate": ["--max-new-tokens=4"],
-    "pe_lab.study": ["--size=quick"],
+    "pe_lab.claims": ["--size=quick"],
 }
 
 
@@ -101,9 +101,9 @@ def quick(module: str, arguments: list[str]) -> list[str]:
             found += sorted(glob.glob(one)) if not one.startswith("--") and "*" in one else [one]
     if any(one.startswith("--suite=lm_eval:local") for one in arguments):
         found.append("--samples=1")
-    if "--study=dope" in arguments and "--length=65536" in arguments:
+    if "dope" in arguments and "--length=65536" in arguments:
         found.append("--dry-run")  # the page's other lengths run: 12 s a line
-    if "--study=dope" in arguments and not any(one.startswith("--grid=") for one in found):
+    if "dope" in arguments and not any(one.startswith("--grid=") for one in found):
         found.append(f"--grid={QUICK[module]['--grid']}")
     suite = re.search(f"--suite=({PROMPTED})", " ".join(arguments))
     if suite and module in ("pe_lab.evaluate", "pe_lab.analyze"):

@@ -1,4 +1,4 @@
-"""Studies: numbers are those of the papers, pictures show these numbers, and bad input writes nothing."""
+"""Analyses: numbers are those of the papers, pictures show these numbers, and bad input writes nothing."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pe_lab.analysis.frequencies import METHODS, Settings, incomplete_pairs, study
-from pe_lab.analyze import STUDIES, items, main, whole
+from pe_lab.analysis.frequencies import METHODS, Settings, analysis, incomplete_pairs
+from pe_lab.analyze import ANALYSES, items, main, whole
 from pe_lab.errors import UserError
 from pe_lab.page.frequency_figures import LOOKS, draw, render
 from pe_lab.positional import Rope, frequencies
@@ -33,8 +33,8 @@ def gammas(numbers: dict) -> dict[tuple[float, str], list[float]]:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("study") / "new" / "frequencies"
-    assert main(["--study=frequencies", f"--out={out}"]) == 0
+    out = tmp_path_factory.mktemp("analysis") / "new" / "frequencies"
+    assert main(["frequencies", f"--out={out}"]) == 0
     return out
 
 
@@ -74,18 +74,18 @@ def test_pairs_that_never_complete_a_rotation(length, pairs):
 
 def test_eq_10_counts_pairs_from_1():
     """Taken with m = 1..d/2, the fastest pair would be slowed and the slowest more than s times; m - 1 is NTK."""
-    (curve,) = study(Settings(factors=(4.0,), methods=("ntk",))).scaling
+    (curve,) = analysis(Settings(factors=(4.0,), methods=("ntk",))).scaling
     assert curve.gamma == pytest.approx([0.25 ** (2 * (m - 1) / 62) for m in range(1, 33)])
     assert curve.gamma[0] == 1 > 0.25 ** (2 * 1 / 62) and curve.gamma[-1] == pytest.approx(0.25)
 
 
 def test_other_heads_move_yarns_ramp():
     # Bounds of the ramp by transformers: 20.944 and 45.027 for (128, 1e4, 4096), rounded outwards.
-    (curve,) = study(Settings(head_dim=128, length=4096, factors=(8.0,), methods=("yarn",))).scaling
+    (curve,) = analysis(Settings(head_dim=128, length=4096, factors=(8.0,), methods=("yarn",))).scaling
     assert np.flatnonzero(np.array(curve.gamma) == 1)[-1] == 20
     assert np.flatnonzero(np.array(curve.gamma) > 1 / 8 + 1e-12)[-1] == 45
     # The clamp of 3.7705 and 11.798 for (64, 1e6, 1024): 3 and 12.
-    (curve,) = study(Settings(base=1e6, length=1024, factors=(2.0,), methods=("yarn",))).scaling
+    (curve,) = analysis(Settings(base=1e6, length=1024, factors=(2.0,), methods=("yarn",))).scaling
     assert np.flatnonzero(np.array(curve.gamma) == 1)[-1] == 3
     assert np.flatnonzero(np.array(curve.gamma) > 0.5 + 1e-12)[-1] == 11
 
@@ -105,7 +105,7 @@ def test_cache_bytes_by_hand(written):
 def test_the_methods_that_came_later():
     assert list(METHODS) == list(LOOKS)
     settings = Settings(factors=(2.0,), methods=tuple(METHODS))
-    curves = {curve.method: curve for curve in study(settings).scaling}
+    curves = {curve.method: curve for curve in analysis(settings).scaling}
     for name, same in (("ntk_by_parts", "yarn"), ("dynamic_ntk", "ntk"), ("dynamic_yarn", "yarn")):
         if name in curves:
             assert curves[name].gamma == pytest.approx(curves[same].gamma)
@@ -116,7 +116,7 @@ def test_the_methods_that_came_later():
         # 1.03 times, 21 0.77 times (2048 / 2 pi * 10000^(-i / 32)).
         gamma = np.array(curves["llama3"].gamma)
         assert np.all(gamma[:16] == 1) and np.all(gamma[21:] == 0.5) and np.all(gamma[16:21] < 1)
-    assert len(draw(study(settings))["frequency_scaling"].axes[0].lines) == len(curves)
+    assert len(draw(analysis(settings))["frequency_scaling"].axes[0].lines) == len(curves)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def test_pictures_are_pngs_fit_for_a_page(written):
 
 def test_lines_hold_the_numbers(written):
     numbers = numbers_at(written)
-    figures = draw(study(Settings()))
+    figures = draw(analysis(Settings()))
     assert list(figures) == NAMES
     gamma = gammas(numbers)
     labels = {"PI": "pi", "NTK": "ntk", "YaRN": "yarn"}
@@ -163,7 +163,7 @@ def test_lines_hold_the_numbers(written):
 
 
 def test_many_factors_wrap_into_rows_of_three():
-    panels = draw(study(Settings(factors=(2.0, 3.0, 4.0, 8.0))))["frequency_scaling_by_factor"].axes
+    panels = draw(analysis(Settings(factors=(2.0, 3.0, 4.0, 8.0))))["frequency_scaling_by_factor"].axes
     assert [p.get_title() for p in panels] == ["s = 2", "s = 3", "s = 4", "s = 8"]
     # The lowest panel of each column has the label, also above the two empty places.
     assert [bool(p.get_xlabel()) for p in panels] == [False, True, True, True]
@@ -172,7 +172,7 @@ def test_many_factors_wrap_into_rows_of_three():
 def test_a_picture_is_the_same_whatever_the_users_own_settings():
     import matplotlib
 
-    numbers = study(Settings(factors=(2.0,)))
+    numbers = analysis(Settings(factors=(2.0,)))
     before = render(draw(numbers)["frequency_scaling"], "svg")
     with matplotlib.rc_context({"font.size": 30, "axes.facecolor": "black", "savefig.dpi": 20}):
         assert render(draw(numbers)["frequency_scaling"], "svg") == before
@@ -181,14 +181,14 @@ def test_a_picture_is_the_same_whatever_the_users_own_settings():
 
 def test_a_fraction_that_rotates_nothing_is_no_line(tmp_path):
     # 1% of 64 channels is less than one: `PartialRope` then rotates none, and a logarithmic axis has no place for 0.
-    assert main(["--study=frequencies", f"--out={tmp_path}", "--cache-head-dim=64"]) == 0
+    assert main(["frequencies", f"--out={tmp_path}", "--cache-head-dim=64"]) == 0
     nothing = numbers_at(tmp_path)["cache"]["curves"][0]
     assert nothing["rotated_channels"] == 0 and not any(nothing["bytes"])
 
 
-def test_options_reach_the_study(tmp_path, capsys):
+def test_options_reach_the_analysis(tmp_path, capsys):
     arguments = "--head-dim=128 --base=5e5 --length=8k --factors=8,16 --methods=ntk,pi --fractions=0.5 --format=svg,png"
-    assert main(["--study=frequencies", "--out", str(tmp_path), *arguments.split(), "--cache-head-dim=128"]) == 0
+    assert main(["frequencies", "--out", str(tmp_path), *arguments.split(), "--cache-head-dim=128"]) == 0
     numbers = numbers_at(tmp_path)
     assert numbers["settings"] == {
         "head_dim": 128, "base": 5e5, "length": 8192, "factors": [8, 16], "methods": ["ntk", "pi"],
@@ -207,7 +207,7 @@ def test_options_reach_the_study(tmp_path, capsys):
 
 
 def test_the_table_shows_the_check_values(tmp_path, capsys):
-    main(["--study=frequencies", f"--out={tmp_path}"])
+    main(["frequencies", f"--out={tmp_path}"])
     lines = capsys.readouterr().out.splitlines()
     assert max(len(line) for line in lines[:20]) <= 120
     head = lines[1].replace("pair 0", "0").replace("cos, sin x", "x").split()
@@ -220,24 +220,24 @@ def test_the_table_shows_the_check_values(tmp_path, capsys):
     assert full.split() == ["100%", "256", "4.19", "MB", "33.6", "MB", "134", "MB", "1.07", "GB", "10.2", "GB"]
 
 
-def test_help_lists_every_study_in_a_line(capsys):
+def test_help_lists_every_analysis_in_a_line(capsys):
     with pytest.raises(SystemExit) as end:
         main(["--help"])
     out = capsys.readouterr().out
     assert end.value.code == 0
-    for name, known in STUDIES.items():
+    for name, known in ANALYSES.items():
         assert any(name in line and known.summary in line for line in out.splitlines())
     assert "--head-dim" not in out
     with pytest.raises(SystemExit):
-        main(["--study=frequencies", "--help"])
+        main(["frequencies", "--help"])
     assert "--head-dim" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--study=frequncies"], "there is no study 'frequncies'. Did you mean 'frequencies'?"),
-        (["--study=frequncies", "--head-dim=64"], "Did you mean 'frequencies'?"),
+        (["frequncies"], "there is no analysis 'frequncies'. Did you mean 'frequencies'?"),
+        (["frequncies", "--head-dim=64"], "Did you mean 'frequencies'?"),
         (["--head-dim=63"], "head_dim is 63; it must be even"),
         (["--head-dim=2"], "head_dim is 2; it must be even, from 4"),
         (["--head-dim=0"], "head_dim is 0"),
@@ -271,7 +271,7 @@ def test_help_lists_every_study_in_a_line(capsys):
 def test_bad_input_is_one_line_and_writes_nothing(tmp_path, monkeypatch, capsys, arguments, says):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("kept")
-    given = arguments if arguments[0].startswith("--study") else ["--study=frequencies", *arguments]
+    given = arguments if arguments[0].startswith("--analysis") else ["frequencies", *arguments]
     assert main(given) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("error: ") and captured.err.count("\n") == 1 and says in captured.err
@@ -279,7 +279,7 @@ def test_bad_input_is_one_line_and_writes_nothing(tmp_path, monkeypatch, capsys,
     assert [p.name for p in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "kept"
 
 
-@pytest.mark.parametrize("arguments", [[], ["--study"], ["--study=frequencies", "--factor=2"], ["--from=runs/a"]])
+@pytest.mark.parametrize("arguments", [[], ["--analysis"], ["frequencies", "--factor=2"], ["--from=runs/a"]])
 def test_a_command_line_of_another_form_ends_with_status_2(capsys, arguments):
     assert main(arguments) == 2
     said = capsys.readouterr().err
@@ -290,7 +290,7 @@ def test_a_command_line_of_another_form_ends_with_status_2(capsys, arguments):
 def test_nothing_is_replaced_unless_all_of_it_can_be_written(tmp_path, monkeypatch, capsys):
     (tmp_path / "frequency_scaling.png").write_text("of before")
     (tmp_path / "rotation_cache.png").mkdir()
-    assert main(["--study=frequencies", f"--out={tmp_path}"]) == 2
+    assert main(["frequencies", f"--out={tmp_path}"]) == 2
     assert "a directory of that name exists" in capsys.readouterr().err
     (tmp_path / "rotation_cache.png").rmdir()
 
@@ -304,7 +304,7 @@ def test_nothing_is_replaced_unless_all_of_it_can_be_written(tmp_path, monkeypat
         return real(path, content)
 
     monkeypatch.setattr(Path, "write_bytes", full_disk)
-    assert main(["--study=frequencies", f"--out={tmp_path}"]) == 2
+    assert main(["frequencies", f"--out={tmp_path}"]) == 2
     assert "No space left on device" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["frequency_scaling.png"]
     assert (tmp_path / "frequency_scaling.png").read_text() == "of before"
@@ -333,17 +333,17 @@ def test_the_figures_of_the_docs_are_those_of_the_commands_beside_them(tmp_path)
     assert gammas(made).keys() == gammas(committed).keys()
 
 
-# --- The study `schedule`, a table --------------------------------------------------------------------------
+# --- The analysis `schedule`, a table --------------------------------------------------------------------------
 
 
 def test_a_recipes_schedule_phase_by_phase(capsys):
     recipe = f"{ROOT}/configs/table1.py:method=rnope_swa"
-    assert main(["--study=schedule", f"--config={recipe}", "--config.model.layers=8"]) == 0
+    assert main(["schedule", f"--config={recipe}", "--config.model.layers=8"]) == 0
     head, _, *rows = capsys.readouterr().out.splitlines()
     assert head == f"pretrain, QK-norm none: 14 query heads on 2 key heads of 64 channels, sequences of {1024:,} tokens"
     assert [re.split(r"  +", row)[0] for row in rows] == ["0-2,4-6", "3,7"]
     assert "window 256" in rows[0] and rows[1].split()[1] == "nope"
-    assert main(["--study=schedule", f"--config={ROOT}/configs/drope_16b.py"]) == 0
+    assert main(["schedule", f"--config={ROOT}/configs/drope_16b.py"]) == 0
     out = capsys.readouterr().out
     assert "recalibrate, QK-norm none" in out and out.count("0-23") == 2
 
@@ -352,7 +352,7 @@ def test_a_schedule_of_texts_follows_the_length(capsys):
     texts = "--positional=dynamic_ntk:original_length=1024/heads=1:nope+nope/beta=0.412@1024"
     scales = {}
     for length in ("1k", "4k"):
-        assert main(["--study=schedule", texts, f"--length={length}"]) == 0
+        assert main(["schedule", texts, f"--length={length}"]) == 0
         rows = capsys.readouterr().out.splitlines()[2:]
         assert len(rows) == 2 and "heads 1: nope" in rows[0] and "split" in rows[0]
         scales[length] = re.split(r"  +", rows[1])[7]
@@ -372,16 +372,16 @@ def test_a_schedule_of_texts_follows_the_length(capsys):
     ],
 )
 def test_a_schedule_that_cannot_be_shown_says_why(capsys, arguments, says):
-    assert main(["--study=schedule", *arguments]) == 2
+    assert main(["schedule", *arguments]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ") and err.count("\n") == 1 and says in err
 
 
 def test_the_tables_of_the_docs_are_what_their_commands_print(monkeypatch, capsys):
-    """Every `--study=schedule` command of docs/encodings.md, and the block of text that stands with it."""
+    """Every `schedule` command of docs/encodings.md, and the block of text that stands with it."""
     monkeypatch.chdir(ROOT)
     text = (ROOT / "docs/encodings.md").read_text()
-    found = re.findall(r"```shell\n(python -m pe_lab\.analyze --study=schedule .*)\n```\n\n```text\n([^`]+)```", text)
+    found = re.findall(r"```shell\n(python -m pe_lab\.analyze schedule .*)\n```\n\n```text\n([^`]+)```", text)
     assert found
     for line, table in found:
         assert main(shlex.split(line)[3:]) == 0

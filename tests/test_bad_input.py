@@ -20,7 +20,7 @@ from tiny_runs import RECIPE, fingerprint
 from pe_lab import config as configs
 from pe_lab import terminal
 from pe_lab.__main__ import COMMANDS
-from pe_lab.analysis.studies import STUDIES
+from pe_lab.analyze import ANALYSES
 from pe_lab.config import Config
 from pe_lab.data.needles import NeedleOptions
 from pe_lab.errors import ConfigError
@@ -226,12 +226,12 @@ def test_strings_of_encodings(place):
 
 
 def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    """The parser of every command and of every study."""
+    """The parser of every command and of every analysis."""
     for name in COMMANDS:
         module = importlib.import_module(f"pe_lab.{name}")
         if name == "analyze":
-            for study in STUDIES:
-                yield name, module.parser(study)
+            for analysis in ANALYSES:
+                yield name, module.parser(analysis)
         elif name == "evaluate":
             yield name, importlib.import_module("pe_lab.evaluation.command_line").parser()
         elif hasattr(module, "parser"):
@@ -282,10 +282,10 @@ def test_a_place_that_cannot_be_written_is_told_before_the_work(place):
             ["convert", f"--from={MODEL}", f"--to={bad}"],
             ["convert", "--from=tiny", f"--to=hf:{bad}"],
             ["evaluate", f"--from={MODEL}", "--suite=needles", f"--out={bad}"],
-            ["analyze", "--study=frequency_use", f"--from={MODEL}", f"--out={bad}"],
-            ["analyze", "--study=frequencies", f"--out={bad}"],
+            ["analyze", "frequency_use", f"--from={MODEL}", f"--out={bad}"],
+            ["analyze", "frequencies", f"--out={bad}"],
             ["prepare", "--source=text:corpus.txt", "--tokenizer=bytes", f"--out={bad}"],
-            ["study", "late_drop", "--size=quick", f"--workdir={place}/w", f"--out={bad}"],
+            ["claims", "late_drop", "--size=quick", f"--workdir={place}/w", f"--out={bad}"],
         ]
         for line in lines:
             message = refused(line, place)
@@ -332,7 +332,7 @@ def test_lists_ranges_and_lengths(place):
         return [[*line, f"--{flag}={text}"] for text in texts]
 
     surgery, evaluate = ["surgery", f"--from={MODEL}", "--to=new"], ["evaluate", f"--from={MODEL}"]
-    plan, frequencies = ["plan", "--config=tiny.py", "--no-compile"], ["analyze", "--study=frequencies"]
+    plan, frequencies = ["plan", "--config=tiny.py", "--no-compile"], ["analyze", "frequencies"]
     lines = each([*surgery, "--drop"], "layers", f"0-{huge}", huge, "1-0", "x", "²", long)
     lines += each(evaluate, "lengths", "1024m")
     lines += each(evaluate, "lengths", huge, "1e400", "0", "-1", "1e9k", "nan", "2k,,x", long, "1.5")
@@ -348,7 +348,7 @@ def test_lists_ranges_and_lengths(place):
         lines += each(frequencies, flag, huge, "1e30", "-2", "0", "nan", "3.5")
     for flag in ("factors", "fractions", "base"):
         lines += each(frequencies, flag, "nan", "-1", "1e999", "inf")
-    lines += each(["analyze", "--study=schedule", "--model=llama", "--positional=rope"], "length", "1e30", "nan", "-1")
+    lines += each(["analyze", "schedule", "--model=llama", "--positional=rope"], "length", "1e30", "nan", "-1")
     check(lines, place)
 
 
@@ -392,7 +392,7 @@ def test_places_that_cannot_be_written(place):
         lines.append(["convert", f"--from={MODEL}", f"--to=hf:{to}", "--parity=off"])
         if to != "file":  # a file is what `report` writes
             lines.append(["report", "here", f"--out={to}"])
-        lines.append(["analyze", "--study=frequencies", f"--out={to}"])
+        lines.append(["analyze", "frequencies", f"--out={to}"])
         lines.append(["plan", f"--config={recipe}", "--no-compile", f"--json={to}/x"])
     check(lines, place)
 

@@ -97,14 +97,14 @@ def test_the_inside_of_a_model_is_shown(quick_run, monkeypatch):
 @pytest.mark.slow
 def test_claims_are_shown_and_one_is_measured_again(tmp_path, monkeypatch):
     """2 minutes: trains a run at quick size."""
-    monkeypatch.setenv("PE_LAB_STUDIES", str(tmp_path / "studies"))
+    monkeypatch.setenv("PE_LAB_CLAIMS", str(tmp_path / "claims"))
     notebook = execute(CLAIMS, tmp_path, 3, monkeypatch)
     shown = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    table = next(text for o in shown if "| study |" in (text := o.get("data", {}).get("text/markdown", "")))
-    assert len(table.splitlines()) == 2 + len(list((REPOSITORY / "studies/results").glob("*.json")))
+    table = next(text for o in shown if "| claim |" in (text := o.get("data", {}).get("text/markdown", "")))
+    assert len(table.splitlines()) == 2 + len(list((REPOSITORY / "claims/results").glob("*.json")))
     # The committed numbers are of the same initial weights, and of other text.
-    now = json.loads((tmp_path / "studies/results/bias_gradient.json").read_text())["values"]["rope"]
-    committed = json.loads((REPOSITORY / "studies/results/bias_gradient.json").read_text())["values"]["rope"]
+    now = json.loads((tmp_path / "claims/results/bias_gradient.json").read_text())["values"]["rope"]
+    committed = json.loads((REPOSITORY / "claims/results/bias_gradient.json").read_text())["values"]["rope"]
     assert now["ratio previous token"][0] == pytest.approx(committed["ratio previous token"][0], abs=0.1)
 
 

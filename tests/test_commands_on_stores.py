@@ -45,10 +45,10 @@ def test_results_and_samples_are_kept_and_replaced(bucket):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_a_study_writes_its_files(bucket, capsys):  # noqa: F811
+def test_a_analysis_writes_its_files(bucket, capsys):  # noqa: F811
     """The figures take 5 s."""
     out = f"{bucket.url}/frequencies"
-    assert analyze.main(["--study=frequencies", f"--out={out}", "--format=svg"]) == 0
+    assert analyze.main(["frequencies", f"--out={out}", "--format=svg"]) == 0
     assert f"{out}/frequencies.json" in capsys.readouterr().out
     assert json.loads(storage.read_bytes(storage.path("--out", f"{out}/frequencies.json")))
     assert any(name.endswith(".svg") for name in bucket.names())

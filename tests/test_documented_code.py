@@ -13,7 +13,7 @@ import pytest
 
 BLOCKS = [block for page in documented.PAGES for block in documented.blocks(page)]
 RUN = [page for page in documented.PAGES if {b.language for b in BLOCKS if b.page == page} & {"shell", "python"}]
-# Of a minute or two each; the study that docs/claims.md trains takes four.
+# Of a minute or two each; the analysis that docs/claims.md trains takes four.
 PARTS = {"README.md": 4, "docs/dope.md": 3}
 PARTS |= dict.fromkeys(("docs/claims.md", "docs/evaluation.md", "docs/recipes.md", "docs/sweeps.md"), 2)
 
@@ -49,7 +49,7 @@ def test_every_line_is_valid(page, monkeypatch):
         "python -m pe_lab.train --config=configs/table1.py:method=rop",
         "python -m pe_lab.evaluate --from=runs/x --suite=rular",
         "python -m pe_lab.evaluate --from=runs/x --methods=yarm",
-        "python -m pe_lab.analyze --study=dope --from=runs/x --grid=ranks=1",
+        "python -m pe_lab.analyze dope --from=runs/x --grid=ranks=1",
         "python -m pe_lab.surgeon --from=runs/x",
         "pe_lab tran",
         "launch/slrm.sh --nodes=4",

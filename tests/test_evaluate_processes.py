@@ -1,6 +1,6 @@
 """Real processes that evaluate, analyze and generate as one, over loopback: the files are those of one process.
 
-About 120 seconds of one worker. `seconds` of sample and result records, and seconds, memory and machine of a study, are
+About 120 seconds of one worker. `seconds` of sample and result records, and seconds, memory and machine of an analysis, are
 of the clock and of the machine; everything else is compared byte for byte.
 """
 
@@ -30,9 +30,9 @@ EVALUATE = ["pe_lab.evaluate", "--from=tiny", "--suite=perplexity,needles,beta",
             "--windows=64", "--fit-tokens=512", "--out=measured"]  # fmt: skip
 NIAH = ["pe_lab.evaluate", "--from=tiny/pretrain", "--suite=niah:standard,multi_value", "--haystack=noise",
         "--lengths=900,1000", "--samples=20", "--methods=as-trained,yarn", "--out=niah"]  # fmt: skip
-LAYERS = ["pe_lab.analyze", "--study=layers", "--from=tiny/pretrain", "--lengths=1x", "--sequences=16", "--by=head",
+LAYERS = ["pe_lab.analyze", "layers", "--from=tiny/pretrain", "--lengths=1x", "--sequences=16", "--by=head",
           "--greedy", "--format=svg", "--out=layers"]  # fmt: skip
-USE = ["pe_lab.analyze", "--study=frequency_use", "--from=tiny", "--methods=as-trained", "--positional=rope:base=500",
+USE = ["pe_lab.analyze", "frequency_use", "--from=tiny", "--methods=as-trained", "--positional=rope:base=500",
        "--length=64x", "--sequences=5", "--text=text/*.txt", "--format=svg", "--out=use"]  # fmt: skip
 GENERATE = ["pe_lab.generate", "--from=tiny", "--prompts=prompts.txt", "--batch=3", "--max-new-tokens=12",
             "--temperature=1"]  # fmt: skip
@@ -91,7 +91,7 @@ def contents(directory: Path) -> dict[str, bytes]:
         data = path.read_bytes()
         if path.suffix == ".jsonl":
             data = "".join(json.dumps(without_clock(json.loads(line))) + "\n" for line in data.splitlines()).encode()
-        elif path.name == "study.json":
+        elif path.name == "analysis.json":
             about = without_clock(json.loads(data))
             about["about"].pop("command")  # names the directory
             data = json.dumps(about).encode()

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "pe_lab"
 
 COMMANDS = {"train", "prepare", "surgery", "convert", "generate", "evaluate", "analyze", "plan", "report", "verify"}
-COMMANDS |= {"sweep", "study"}
+COMMANDS |= {"sweep", "claims"}
 LEVELS: list[set[str]] = [
     {"errors"},
     {"config_codec", "output"},
@@ -34,8 +34,7 @@ LEVELS: list[set[str]] = [
     {"evaluation"},
     {"analysis"},
     {"page", "planning"},  # planning compiles the programs of training and of evaluation
-    {"sweeps"},  # starts train and evaluate as processes, and makes the page of its cells
-    {"studies"},  # runs sweeps, and judges what came of them
+    {"lab"},  # sweeps start train and evaluate as processes; claims run sweeps, and judge what came of them
     COMMANDS,
     {"__main__"},
 ]

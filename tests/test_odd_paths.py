@@ -8,7 +8,7 @@ import pytest
 from tiny_runs import RECIPE, fingerprint
 
 from pe_lab import convert, evaluate, generate, prepare, report, surgery, sweep, train, verify
-from pe_lab.sweeps.cells import FILE as SWEEP
+from pe_lab.lab.sweeps.cells import FILE as SWEEP
 
 SHORT = {"steps=8": "steps=2", "steps=6": "steps=1", "warmup_steps=2": "warmup_steps=0"}
 

@@ -77,8 +77,8 @@ def test_the_wheel_trains_evaluates_and_reports_without_the_checkout(tmp_path):
     names = zipfile.ZipFile(wheel).namelist()
     sources = {f"pe_lab/{p.relative_to(root / 'pe_lab')}" for p in (root / "pe_lab").rglob("*.py")}
     sources |= {f"pe_lab/configs/{p.name}" for p in (root / "configs").glob("*.py")}
-    sources |= {f"pe_lab/studies/files/{p.name}" for p in (root / "studies").glob("*.py")}
-    sources |= {f"pe_lab/studies/files/results/{p.name}" for p in (root / "studies/results").glob("*.json")}
+    sources |= {f"pe_lab/lab/claims/files/{p.name}" for p in (root / "claims").glob("*.py")}
+    sources |= {f"pe_lab/lab/claims/files/results/{p.name}" for p in (root / "claims/results").glob("*.json")}
     assert {name for name in names if ".dist-info/" not in name} == sources
 
     venv = tmp_path / "venv"

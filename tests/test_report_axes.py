@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from pe_lab.analysis.runs import Phase, Run
-from pe_lab.analysis.scores import Bucket
 from pe_lab.page.loss_charts import learned_charts, loss_chart, loss_comparison, offsets, running_mean, source_losses
 from pe_lab.page.run_charts import frequency_charts, rotation_of
 from pe_lab.page.score_charts import length_words, position_chart, score_chart
 from pe_lab.page.variants import STYLES, assign_styles
+from pe_lab.results.runs import Phase, Run
 from pe_lab.results.scores import Cell, Column, Table
+from pe_lab.results.tables import Bucket
 
 
 def plot_of(chart: str) -> list[float]:

@@ -19,10 +19,10 @@ from PIL import Image
 from prompted_rows import all_suites, by_depth, row, write_rows
 from run_directories import WINNING, make_run
 
-from pe_lab.analysis.figures import HeatMaps, Line, LineCharts, layer_names
-from pe_lab.analysis.study import Findings, write_study
 from pe_lab.page.files import shown, slug
 from pe_lab.report import main
+from pe_lab.results.figures import HeatMaps, Line, LineCharts, layer_names
+from pe_lab.results.findings import Findings, write_findings
 
 pytestmark = pytest.mark.slow
 
@@ -395,13 +395,13 @@ def as_number(text: str) -> object:
 
 @pytest.fixture(scope="module")
 def studied(tmp_path_factory):
-    """The page of a run with one study: heat maps of 12 layers, and lines of 12 layers."""
+    """The page of a run with one analysis: heat maps of 12 layers, and lines of 12 layers."""
     run = tmp_path_factory.mktemp("studied")
     heads, pairs = tuple(f"head {n}" for n in range(3)), tuple(f"{n} ({2**n} tokens)" for n in range(8))
     names = layer_names(range(12)), heads, pairs, "layer", "head", "pair of channels, from fast to slow", "mean norm"
     lines = (Line("RoPE", np.arange(1.0, 9), np.arange(8.0), np.arange(8.0) - 1, np.arange(8.0) + 1),)
     charts = LineCharts("l", "L", "C", tuple((name, lines) for name in names[0]), "tokens", "loss", log_x=True)
-    write_study(
+    write_findings(
         run / "analysis" / "a", "a", Findings(("One.",), (), (HeatMaps("m", "M", "C", VALUES, *names), charts)), {}
     )
     assert main([str(run)]) == 0
@@ -433,17 +433,17 @@ def test_a_slider_chooses_the_layer_and_a_pointer_or_the_keys_a_cell(browser, st
     assert browser.value("document.querySelector('.slider output').innerText") == "layer 5"
     assert browser.value("document.querySelector('.large img').src") == pictures[5][0]
     pointed(browser, ".large .cells", 6.5 / 8, 1.5 / 3)  # head 1, pair 6
-    tip = browser.value("document.querySelector('.study-maps .tip').innerText")
+    tip = browser.value("document.querySelector('.analysis-maps .tip').innerText")
     value = f"{(5 * 24 + 8 + 6) / 7:.4f}"
     assert "layer 5" in tip and "head 1" in tip and "6 (64 tokens)" in tip and value in tip
-    box = browser.value("document.querySelector('.study-maps .tip').getBoundingClientRect().toJSON()")
+    box = browser.value("document.querySelector('.analysis-maps .tip').getBoundingClientRect().toJSON()")
     assert box["left"] >= 0 and box["right"] <= width
     browser.value("document.querySelector('.large .cells').focus({preventScroll: true})")
     browser.call("Input.dispatchKeyEvent", type="keyDown", key="ArrowDown", code="ArrowDown", windowsVirtualKeyCode=40)
     shown = browser.value("document.querySelector('.large .value').innerText")
     assert shown.startswith("layer 5, head 2, pair of channels 6 (64 tokens): " + f"{(5 * 24 + 16 + 6) / 7:.4f}")
     pointed(browser, ".panel:nth-child(12) .cells", 0.5 / 8, 0.5 / 3)
-    tip = browser.value("document.querySelector('.study-maps .tip').innerText")
+    tip = browser.value("document.querySelector('.analysis-maps .tip').innerText")
     assert "layer 11" in tip and "head 0" in tip and f"{11 * 24 / 7:.4f}" in tip
     pointed(browser, ".chart.small:nth-child(2) svg", 0.98, 0.5)
     tip = browser.value("document.querySelector('.chart.small:nth-child(2) .tip').innerText")
@@ -451,7 +451,7 @@ def test_a_slider_chooses_the_layer_and_a_pointer_or_the_keys_a_cell(browser, st
     assert browser.value("document.documentElement.scrollWidth") <= width
 
 
-def test_without_javascript_the_page_shows_all_panels_of_a_study(browser, studied):
+def test_without_javascript_the_page_shows_all_panels_of_a_analysis(browser, studied):
     browser.call("Emulation.setScriptExecutionDisabled", value=True)
     try:
         browser.open(studied, 1200)

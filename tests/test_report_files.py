@@ -15,13 +15,13 @@ import pytest
 from PIL import Image
 from run_directories import WINNING, make_run
 
-from pe_lab.analysis.figures import HeatMaps, Line, LineCharts
-from pe_lab.analysis.runs import read_run, read_runs
-from pe_lab.analysis.study import Findings, write_study
 from pe_lab.page.document import build_page
 from pe_lab.page.export import export_files
 from pe_lab.page.files import shown, slug, table_rows
 from pe_lab.report import main
+from pe_lab.results.figures import HeatMaps, Line, LineCharts
+from pe_lab.results.findings import Findings, write_findings
+from pe_lab.results.runs import read_run, read_runs
 
 METHODS = {key: WINNING[key] for key in (("RoPE", "as trained", "RoPE"), ("DroPE", "as trained", "DroPE"))}
 PHASES = (("pretrain", "rope(base=10000)", 24), ("recalibrate", "nope", 12))
@@ -34,7 +34,7 @@ def run(tmp_path_factory):
         HeatMaps("m", "Maps", "C", np.arange(4.0).reshape(1, 2, 2), ("p",), ("r", "s"), ("c", "d"), "P", "R", "C", "V"),
         LineCharts("l", "Lines", "C", (("one", (Line("x", np.arange(3.0), np.arange(3.0)),)),), "x", "y"),
     )
-    write_study(directory / "analysis" / "a", "a", Findings((), (), figures), {})
+    write_findings(directory / "analysis" / "a", "a", Findings((), (), figures), {})
     return directory
 
 
@@ -54,10 +54,10 @@ def rows(content: bytes) -> list[list[str]]:
 
 def test_every_table_and_chart_of_the_page_is_a_file(page, files):
     charts = len(re.findall(r'<figure class="chart(?! small)[^"]*" data-chart', page))
-    tables, of_studies = page.count("<table"), {"a-run-2-a-m", "a-run-2-a-l"}
+    tables, of_analyses = page.count("<table"), {"a-run-2-a-m", "a-run-2-a-l"}
     names = {name.rpartition(".")[0] for name in files} - {"index"}
-    assert len(names - of_studies - {"a-run-2-heat-maps-needles-in-filler"}) == charts + tables > 10
-    assert of_studies <= names and f"{sorted(of_studies)[0]}.svg" in files
+    assert len(names - of_analyses - {"a-run-2-heat-maps-needles-in-filler"}) == charts + tables > 10
+    assert of_analyses <= names and f"{sorted(of_analyses)[0]}.svg" in files
     assert {row[0] for row in rows(files["index.csv"])[1:]} == set(files) - {"index.csv"}
     again = [one.name for one in shown(page)]
     assert again == list(dict.fromkeys(again)) and all(re.fullmatch(r"a-run-2-[a-z0-9-]+", name) for name in again)
@@ -196,7 +196,7 @@ def test_figures_of_runs_whose_names_are_alike_have_files_of_their_own(tmp_path)
     for n, directory in enumerate(directories):
         line = Line("x", np.arange(3.0), np.full(3, float(n)))
         findings = Findings((), (), (LineCharts("l", "Lines", "C", (("one", (line,)),), "x", "y"),))
-        write_study(directory / "analysis" / "a", "a", findings, {})
+        write_findings(directory / "analysis" / "a", "a", findings, {})
     made = export_files(read_runs(directories), "", ("csv",))
     assert {*made} == {"index.csv", "a-b-a-l.csv", "a-b-a-l-2.csv"}
     assert rows(made["a-b-a-l.csv"])[1][3] == "0" and rows(made["a-b-a-l-2.csv"])[1][3] == "1"

@@ -12,13 +12,13 @@ import pytest
 from prompted_rows import row, write_rows
 from run_directories import WINNING, make_run
 
-from pe_lab.analysis.comparison import differing, paired_differences, representative, short_names
-from pe_lab.analysis.groups import curve_over_seeds, group_runs, pooled
-from pe_lab.analysis.runs import read_runs
-from pe_lab.analysis.scores import build_tables
 from pe_lab.page.document import build_page
+from pe_lab.results.comparison import differing, paired_differences, representative, short_names
+from pe_lab.results.groups import curve_over_seeds, group_runs, pooled
 from pe_lab.results.paired import paired_t
+from pe_lab.results.runs import read_runs
 from pe_lab.results.scores import Table
+from pe_lab.results.tables import build_tables
 
 T2, T1 = 4.302653, 12.706205  # two-sided 95% quantiles of Student's t with 2 and 1 degrees of freedom, from tables
 METHODS = {key: value for key, value in WINNING.items() if key[1] in ("as trained", "YaRN")}

@@ -12,11 +12,11 @@ from prompted_rows import METHODS, by_depth, row, write_rows
 from run_directories import make_run
 from test_report import outline, page_of
 
-from pe_lab.analysis.runs import read_runs
 from pe_lab.page.heat_maps import DARK, LIGHT, STEPS, cell_text, colours, contrast, legend, luminance, palette_css, step
 from pe_lab.page.heat_maps import by_depth as by_depth_of
 from pe_lab.page.heat_picture import needle_table
 from pe_lab.report import main
+from pe_lab.results.runs import read_runs
 
 LABELS = list(METHODS)
 

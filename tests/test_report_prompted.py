@@ -12,12 +12,12 @@ from prompted_rows import METHODS, all_suites, row, write_rows
 from run_directories import make_run
 from test_report import outline, page_of
 
-from pe_lab.analysis.runs import read_run
-from pe_lab.analysis.scores import averages, build_tables, by_sequence_length
 from pe_lab.evaluation.tasks.suites import AVERAGED
 from pe_lab.page.run_section import work_out
 from pe_lab.page.score_charts import score_chart
+from pe_lab.results.runs import read_run
 from pe_lab.results.scores import measure
+from pe_lab.results.tables import averages, build_tables, by_sequence_length
 from pe_lab.results.variants import kind
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from run_directories import WINNING, make_run
 
-from pe_lab.analysis.comparison import paired_differences
-from pe_lab.analysis.runs import Phase, Run, read_run, read_runs
-from pe_lab.analysis.standing import former_models
 from pe_lab.page.document import HOW_THE_VERDICT_IS_MADE, build_page, headline, joint_headline
 from pe_lab.page.run_section import work_out
+from pe_lab.results.comparison import paired_differences
+from pe_lab.results.runs import Phase, Run, read_run, read_runs
+from pe_lab.results.standing import former_models
 from pe_lab.results.unfinished import FOLDER, announced
 from pe_lab.storage.manifest import MANIFEST
 
@@ -219,7 +219,7 @@ def test_the_words_on_the_verdict_are_those_of_the_code():
     assert "at all lengths of a table" in HOW_THE_VERDICT_IS_MADE and "fitted to it" in HOW_THE_VERDICT_IS_MADE
 
 
-def test_a_study_of_a_former_step_says_so(tmp_path):
+def test_a_analysis_of_a_former_step_says_so(tmp_path):
     run = read_run(make_run(tmp_path, phases=STEPS))
     about = {"models": [{"phase": "pretrain", "step": 20}, {"phase": "recalibrate", "step": 40}]}
     assert former_models(run, about) == "This is of pretrain (step 20); trained to step 60 since."

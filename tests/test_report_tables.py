@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 from prompted_rows import row
 
-from pe_lab.analysis.frequencies import Settings, size_text, study, telling_pairs
-from pe_lab.analysis.runs import Phase, Run
-from pe_lab.analysis.scores import build_tables
+from pe_lab.analysis.frequencies import Settings, analysis, size_text, telling_pairs
 from pe_lab.page import provenance, tables
 from pe_lab.page.document import headline, joint_headline
 from pe_lab.page.frequency_figures import draw
 from pe_lab.page.markup import element, folded, text
 from pe_lab.page.run_section import section, title_of, top, work_out
 from pe_lab.page.task_section import suite_parts
+from pe_lab.results.runs import Phase, Run
 from pe_lab.results.scores import Column
+from pe_lab.results.tables import build_tables
 
 
 def plain(markup: object) -> str:
@@ -402,7 +402,7 @@ def test_the_pairs_of_the_table_are_the_ends_the_middle_and_yarns_ramp():
 
 
 def test_the_axis_of_a_caches_lengths_has_powers_of_four_and_ten_million():
-    (axes,) = draw(study(Settings(factors=(2.0,), methods=("pi",))))["rotation_cache"].axes
+    (axes,) = draw(analysis(Settings(factors=(2.0,), methods=("pi",))))["rotation_cache"].axes
     places = [4096, 16_384, 65_536, 262_144, 1_048_576, 4_194_304, 10_000_000]
     assert axes.xaxis.get_majorticklocs().tolist() == places
     show = axes.xaxis.get_major_formatter()
@@ -413,8 +413,8 @@ def test_the_axis_of_a_caches_lengths_has_powers_of_four_and_ten_million():
 def test_of_many_runs_each_has_its_scores_and_the_command_for_the_rest(tmp_path, monkeypatch):
     from run_directories import make_run
 
-    from pe_lab.analysis.runs import read_runs
     from pe_lab.page import document
+    from pe_lab.results.runs import read_runs
 
     monkeypatch.setattr(document, "MANY", 1)
     made = [make_run(tmp_path, name, phases=(("pretrain", "rope(base=10000)", 20),)) for name in ("one", "two")]

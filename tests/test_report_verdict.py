@@ -8,9 +8,9 @@ import pytest
 from prompted_rows import row, write_rows
 from run_directories import WINNING, make_run
 
-from pe_lab.analysis.runs import read_run, read_runs
 from pe_lab.page.document import build_page, headline
 from pe_lab.page.run_section import work_out
+from pe_lab.results.runs import read_run, read_runs
 
 DROPPED = ("DroPE", "beta", "DroPE, β")
 YARN = ("RoPE", "YaRN", "RoPE + YaRN")

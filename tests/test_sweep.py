@@ -11,10 +11,10 @@ import pytest
 from object_stores import gcs_bucket, store_servers  # noqa: F401
 from tiny_runs import REPOSITORY, arrays, fingerprint, finish, start, write_recipe
 
+from pe_lab.lab.sweeps.cells import Cell
+from pe_lab.lab.sweeps.state import read_outcome
 from pe_lab.results.records import as_dict
 from pe_lab.sweep import main
-from pe_lab.sweeps.cells import Cell
-from pe_lab.sweeps.state import read_outcome
 
 RATE = "phases.0.optimizer.learning_rate"
 
@@ -45,7 +45,7 @@ def test_a_sweep_is_run_continued_and_extended(recipe, tmp_path, monkeypatch, ca
     monkeypatch.setattr(
         Cell, "command", lambda cell, where: [sys.executable, "-S", "-c", STAND_IN, str(where / cell.name)]
     )
-    monkeypatch.setattr("pe_lab.sweeps.results.draw", lambda table, form: b"drawn elsewhere")
+    monkeypatch.setattr("pe_lab.lab.sweeps.results.draw", lambda table, form: b"drawn elsewhere")
     command = ["--config=tiny.py", "--grid", f"{RATE}=1e-3,1e-2", "--seeds=2", "--jobs=2"]
     where = tmp_path / "runs" / "tiny_sweep"
     assert main([*command, "--dry-run"]) == 0

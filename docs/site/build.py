@@ -31,7 +31,7 @@ def assemble(source: Path, extra: Path) -> None:
         _write(source / page, text)
     for page, text in generated.all_pages().items():
         _write(source / page, text)
-    for pictures in ("docs/pictures", "studies/results"):
+    for pictures in ("docs/pictures", "claims/results"):
         shutil.copytree(pages.ROOT / pictures, source / pictures, ignore=shutil.ignore_patterns("*.json"))
     for path in sorted(linked):
         _write(extra / "source" / f"{path}.html", _numbered(path))

@@ -40,7 +40,7 @@ API = {
 
 def all_pages() -> dict[str, str]:
     """The generated pages by path below the source of the site."""
-    made = {"reference/commands.md": commands(), "reference/studies.md": studies(), "reference/config.md": config()}
+    made = {"reference/commands.md": commands(), "reference/analyses.md": analyses(), "reference/config.md": config()}
     made["reference/api.md"] = _api_index()
     for name, (title, modules) in API.items():
         made[f"reference/api/{name}.md"] = _api(title, modules)
@@ -66,14 +66,14 @@ def commands() -> str:
     return "\n".join(parts)
 
 
-def studies() -> str:
-    """A section for each study of `pe_lab.analyze`, with its options."""
-    from pe_lab.analyze import DESCRIPTIONS, STUDIES
+def analyses() -> str:
+    """A section for each analysis of `pe_lab.analyze`, with its options."""
+    from pe_lab.analyze import ANALYSES, DESCRIPTIONS
 
-    parts = ["# Studies\n", "`python -m pe_lab.analyze --study=NAME`: what each study takes.\n"]
-    for name, study in {**DESCRIPTIONS, **STUDIES}.items():
-        parts.append(f"## {name}\n\n{study.summary[:1].upper()}{study.summary[1:]}.\n\n")
-        parts.append(_help("analyze", f"--study={name}"))
+    parts = ["# Analyses\n", "`python -m pe_lab.analyze NAME`: what each analysis takes.\n"]
+    for name, analysis in {**DESCRIPTIONS, **ANALYSES}.items():
+        parts.append(f"## {name}\n\n{analysis.summary[:1].upper()}{analysis.summary[1:]}.\n\n")
+        parts.append(_help("analyze", f"{name}"))
     return "\n".join(parts)
 
 

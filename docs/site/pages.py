@@ -35,7 +35,7 @@ NAVIGATION = {
         "docs/encodings.md",
         "docs/attention.md",
         "reference/commands.md",
-        "reference/studies.md",
+        "reference/analyses.md",
         "reference/config.md",
         "reference/api.md",
     ],

@@ -1,4 +1,4 @@
-"""The layers that a study of descriptions is about: a recipe's phases, checkpoints, or layers on a command line."""
+"""The layers that an analysis of descriptions is about: a recipe's phases, checkpoints, or layers on a command line."""
 
 from __future__ import annotations
 

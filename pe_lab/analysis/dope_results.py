@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pe_lab.analysis.figures import Figure, HeatMaps, Line, LineCharts
 from pe_lab.analysis.head_spectra import rank_name
-from pe_lab.analysis.study import Findings, TextTable
+from pe_lab.results.figures import Figure, HeatMaps, Line, LineCharts
+from pe_lab.results.findings import Findings, TextTable
 from pe_lab.results.intervals import Mean, mean_of
 from pe_lab.results.paired import SIGNIFICANT, Difference, verdict
 

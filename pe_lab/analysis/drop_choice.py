@@ -13,10 +13,10 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from pe_lab.analysis.layers import PROTOCOL, edited_layers, greedy_order
+from pe_lab.analysis.layers_findings import Place
 from pe_lab.analysis.losses import EditedLosses, mean_loss
 from pe_lab.analysis.session import Session, open_session
-from pe_lab.analysis.studies.layers import PROTOCOL, edited_layers, greedy_order
-from pe_lab.analysis.studies.layers_findings import Place
 from pe_lab.errors import ConfigError
 from pe_lab.positional import Layer, drop
 from pe_lab.results.intervals import interval

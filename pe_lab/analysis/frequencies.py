@@ -132,7 +132,7 @@ class Numbers:
     def to_json(self) -> dict[str, Any]:
         """The numbers as JSON: pairs counted from 0, lengths in tokens."""
         return {
-            "study": "frequencies",
+            "analysis": "frequencies",
             "settings": dataclasses.asdict(self.settings),
             "scaling": {
                 "pairs": list(range(self.settings.head_dim // 2)),
@@ -146,7 +146,7 @@ class Numbers:
         }
 
 
-def study(settings: Settings) -> Numbers:
+def analysis(settings: Settings) -> Numbers:
     """Computes every number of the three figures.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The sequences that a study measures a model on: windows of text, or prompts with needles and questions about them."""
+"""The sequences that an analysis measures a model on: windows of text, or prompts with needles and questions about them."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser, count: int, suites: str = "")
 
     Args:
       count: how many sequences there are by default.
-      suites: what `--suite` may name; "" where the study needs text.
+      suites: what `--suite` may name; "" where the analysis needs text.
     """
     add = parser.add_argument
     add("--length", help="tokens of a sequence, such as 2048, 8k or 2x the training length (default: 1x)")
@@ -263,10 +263,10 @@ def counted(count: int, what: str) -> str:
     return f"{count} {what}{'s' * (count != 1)}"
 
 
-def check_length(study: str, sequences: Sequences, least: int) -> None:
-    """Raises a `ConfigError` if sequences are shorter than a study needs."""
+def check_length(analysis: str, sequences: Sequences, least: int) -> None:
+    """Raises a `ConfigError` if sequences are shorter than an analysis needs."""
     if sequences.length < least:
-        raise ConfigError(f"--study={study} needs sequences of at least {least} tokens, not {sequences.length}.")
+        raise ConfigError(f"{analysis} needs sequences of at least {least} tokens, not {sequences.length}.")
 
 
 def parse_numbers(option: str, text: str | None, count: int, what: str) -> tuple[int, ...]:

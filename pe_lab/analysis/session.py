@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from pe_lab.analysis.analysis import Identity, Parts
 from pe_lab.analysis.sequences import Sequences, open_sequences, parse_heads, parse_numbers
-from pe_lab.analysis.study import Arrays, Identity, Parts
 from pe_lab.errors import ConfigError
 from pe_lab.evaluation.scoring.forward import BATCH_TOKENS, BATCH_TOKENS_ELSEWHERE
 from pe_lab.evaluation.targets import Target, load_subjects, locate_all, parse_steps
@@ -24,6 +24,7 @@ from pe_lab.evaluation.variants import Subject, Variant, all_variants, model_nam
 from pe_lab.language_model import LanguageModel
 from pe_lab.parallel import first_then_others, shared
 from pe_lab.positional import label_layers
+from pe_lab.results.findings import Arrays
 from pe_lab.results.records import digest
 from pe_lab.storage import AnyPath, check_place
 from pe_lab.terminal import Progress, bounded, console
@@ -57,18 +58,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class Session:
-    """One study of some models on some sequences.
+    """One analysis of some models on some sequences.
 
     Attributes:
-      study: its name.
+      analysis: its name.
       arguments: of the command line.
-      out: the directory of the results. Its folder `parts` holds what was measured, so that a study that was ended goes
+      out: the directory of the results. Its folder `parts` holds what was measured, so that an analysis that was ended goes
         on where it was.
       variants: the models: each checkpoint under each encoding.
       names: of the variants, all different.
     """
 
-    study: str
+    analysis: str
     arguments: argparse.Namespace
     out: AnyPath
     variants: list[Variant]
@@ -89,7 +90,7 @@ class Session:
             if (mine and mine.fingerprint) != (other and other.fingerprint):
                 raise ConfigError(
                     f"{variant.subject.path} and {first.subject.path} have different tokenizers, so they cannot be "
-                    "measured on the same sequences. Study them one at a time."
+                    "measured on the same sequences. Analysis them one at a time."
                 )
         return first_then_others(lambda: open_sequences(self.arguments, first.subject))
 
@@ -149,14 +150,14 @@ class Session:
         total = len(self.variants) * len(sequences)
         done = total - sum(count for *_, count in groups)
         self.reused += done
-        with self.progress(self.study, total) as progress:
+        with self.progress(self.analysis, total) as progress:
             progress.found(done)
             for (v, indices, count), parts in zip(groups, shared(groups, measured), strict=True):
                 for i, part in zip(indices, parts, strict=False):
                     known[digest(identities[v][i])] = part
                     self.parts.put(identities[v][i], part)
                 done += count
-                progress.update(done, f"{done} of {total} sequences", f"{self.study}: {self.names[v]}")
+                progress.update(done, f"{done} of {total} sequences", f"{self.analysis}: {self.names[v]}")
         found = []
         for of_variant in identities:
             whole = [known[digest(identity)] for identity in of_variant]
@@ -202,7 +203,7 @@ class Session:
             yield progress
 
     def about(self) -> dict[str, Any]:
-        """How the numbers were made, for `study.json`."""
+        """How the numbers were made, for `analysis.json`."""
         checkpoints = []
         for variant, name in zip(self.variants, self.names, strict=True):
             record = variant.record(None)
@@ -233,20 +234,20 @@ def footprint(begun: float) -> dict[str, Any]:
     return found
 
 
-def open_session(study: str, arguments: argparse.Namespace, out: AnyPath | None) -> Session:
+def open_session(analysis: str, arguments: argparse.Namespace, out: AnyPath | None) -> Session:
     """The session of a command line.
 
     Raises:
       UserError: no checkpoint, or an encoding that is impossible for it.
     """
     if not arguments.source:
-        raise ConfigError(f"--study={study} needs a model: --from=RUN, a checkpoint, hf:DIR or gguf:FILE.")
+        raise ConfigError(f"{analysis} needs a model: --from=RUN, a checkpoint, hf:DIR or gguf:FILE.")
     steps = None if arguments.steps is None else parse_steps(arguments.steps)
     methods = None if arguments.methods is None else parse_methods(arguments.methods)
     if methods and "cropped" in methods:
         raise ConfigError("--methods=cropped reads shorter sequences: give a shorter --length instead.")
     targets = locate_all(arguments.source, steps)
-    where = targets[0].root / "analysis" / study if out is None else out
+    where = targets[0].root / "analysis" / analysis if out is None else out
     check_place("--out", where)  # before what may take minutes
     subjects = [subject for target in targets for subject in _subjects(target, arguments.init)]
     variants = all_variants(subjects, methods, arguments.positional)
@@ -254,7 +255,7 @@ def open_session(study: str, arguments: argparse.Namespace, out: AnyPath | None)
         variants = list(map(named_by_encoding, variants))
     if out is None:
         targets[0].write_marker()
-    return Session(study, arguments, where, variants, distinct_names(variants, len(targets) > 1))
+    return Session(analysis, arguments, where, variants, distinct_names(variants, len(targets) > 1))
 
 
 def _subjects(target: Target, seeds: int | None) -> list[Subject]:

@@ -5,18 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from pe_lab.analysis.comparison import (
-    Paired,
-    differing,
-    finished_members,
-    last_losses,
-    paired_differences,
-    stand_ins,
-)
-from pe_lab.analysis.groups import seed_words, spread
-from pe_lab.analysis.runs import Run
-from pe_lab.analysis.scores import build_tables
-from pe_lab.analysis.standing import not_compared
 from pe_lab.page import loss_charts, provenance
 from pe_lab.page.markup import Markup, element, folded, note, text
 from pe_lab.page.score_charts import score_chart
@@ -24,9 +12,21 @@ from pe_lab.page.suites import SCORED, suite_title, table_title, task_suites
 from pe_lab.page.tables import header, marks, plain_table, row, score_table, seeds_interval, swatch, table
 from pe_lab.page.task_section import suite_parts
 from pe_lab.page.variants import comparison_styles
+from pe_lab.results.comparison import (
+    Paired,
+    differing,
+    finished_members,
+    last_losses,
+    paired_differences,
+    stand_ins,
+)
 from pe_lab.results.formatting import count, duration, short_number, shortened
+from pe_lab.results.groups import seed_words, spread
 from pe_lab.results.paired import holm
+from pe_lab.results.runs import Run
 from pe_lab.results.scores import Table
+from pe_lab.results.standing import not_compared
+from pe_lab.results.tables import build_tables
 
 MOST = 5  # columns of settings; the others are folded
 

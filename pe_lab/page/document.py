@@ -7,13 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from pe_lab.analysis.comparison import last_losses, paired_differences, paired_scores, stand_ins
-from pe_lab.analysis.groups import pooled, spread
-from pe_lab.analysis.runs import Run
-from pe_lab.analysis.scores import build_tables
-from pe_lab.analysis.standing import comparable, not_compared
-from pe_lab.analysis.verdict import best_headline, judge
-from pe_lab.page import file_script, provenance, study_script
+from pe_lab.page import figure_script, file_script, provenance
 from pe_lab.page.comparison import comparison_parts, members_part, paired_sentence
 from pe_lab.page.heat_maps import heat_maps, palette_css
 from pe_lab.page.markup import Markup, element, text
@@ -22,9 +16,15 @@ from pe_lab.page.stylesheet import CSS, SCRIPT
 from pe_lab.page.suites import SCORED, task_terms
 from pe_lab.page.tables import label_markup, swatch
 from pe_lab.page.variants import DEFINITIONS, GLOSSARY, NAMES, STYLES, definition
+from pe_lab.results.comparison import last_losses, paired_differences, paired_scores, stand_ins
 from pe_lab.results.formatting import listing, shortened
+from pe_lab.results.groups import pooled, spread
+from pe_lab.results.runs import Run
 from pe_lab.results.scores import Column, Table
+from pe_lab.results.standing import comparable, not_compared
+from pe_lab.results.tables import build_tables
 from pe_lab.results.variants import kind
+from pe_lab.results.verdict import best_headline, judge
 
 MANY = 40  # runs on a page of which each has all of its sections
 SHORT = ("results", "tasks", "caveats")  # the sections of each run on a page of more
@@ -42,8 +42,8 @@ HOW_THE_VERDICT_IS_MADE = (
 def build_page(runs: Sequence[Run]) -> str:
     """The document for these runs: text that refers to nothing outside itself."""
     worked = [work_out(run) for run in pooled(runs)]
-    studies = any(run.studies for run in runs)
-    css, script = (study_script.CSS, study_script.SCRIPT) if studies else ("", "")
+    analyses = any(run.analyses for run in runs)
+    css, script = (figure_script.CSS, figure_script.SCRIPT) if analyses else ("", "")
     css, script = file_script.CSS + css, script + file_script.SCRIPT
     about = worked[0].run.name if len(worked) == 1 else "comparison"
     body = _one_run(worked[0]) if len(worked) == 1 else _several_runs(worked)

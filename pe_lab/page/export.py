@@ -9,21 +9,21 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pe_lab.analysis.figures import Figure, HeatMaps
-from pe_lab.analysis.groups import pooled
-from pe_lab.analysis.runs import Run
-from pe_lab.analysis.scores import build_tables
-from pe_lab.page import study_figures
+from pe_lab.page import figure_files
 from pe_lab.page.files import csv_bytes, png, shown, slug
 from pe_lab.page.heat_maps import heat_maps, map_name
 from pe_lab.page.heat_picture import draw_heat_maps
 from pe_lab.page.suites import SCORED, task_suites
+from pe_lab.results.figures import Figure, HeatMaps
+from pe_lab.results.groups import pooled
+from pe_lab.results.runs import Run
+from pe_lab.results.tables import build_tables
 
 INDEX = "index.csv"
 
 
 def export_files(runs: Sequence[Run], page: str, formats: Sequence[str]) -> dict[str, bytes]:
-    """The files by their names: what `page` shows of `runs`, its heat maps and studies as pictures, and `INDEX`.
+    """The files by their names: what `page` shows of `runs`, its heat maps and analyses as pictures, and `INDEX`.
 
     A name begins with the name of the run or group, or `comparison`, and goes on with the title on the page.
 
@@ -59,11 +59,11 @@ def export_files(runs: Sequence[Run], page: str, formats: Sequence[str]) -> dict
                     title = map_name(table)
                     for form in pictures:
                         add(f"{slug(run.name)}-heat-maps-{slug(title)}", form, title, draw_heat_maps(table, form))
-        for directory, study in run.studies.items():
-            for figure in study.findings.figures:
+        for directory, analysis in run.analyses.items():
+            for figure in analysis.findings.figures:
                 name = f"{slug(run.name)}-{slug(directory)}-{slug(figure.name)}"
                 for form in pictures:
-                    add(name, form, figure.title, study_figures.render(figure, form))
+                    add(name, form, figure.title, figure_files.render(figure, form))
                 add(name, "csv", figure.title, csv_bytes(figure_rows(figure)))
     file = io.StringIO()
     csv.writer(file, lineterminator="\n").writerows(index)
@@ -72,7 +72,7 @@ def export_files(runs: Sequence[Run], page: str, formats: Sequence[str]) -> dict
 
 
 def figure_rows(figure: Figure) -> list[list[str]]:
-    """The numbers of a study's figure, one a row."""
+    """The numbers of an analysis's figure, one a row."""
     if isinstance(figure, HeatMaps):
         rows = [["panel", "row", "column", "value"]]
         for p, panel in enumerate(figure.panels):

@@ -51,7 +51,7 @@ def shown(page: str) -> Iterator[Shown]:
             title, svg = html.unescape(found["name"]), ""
             rows = table_rows(f"<table{found['table']}</table>")
         else:
-            if " small" in found["look"]:  # one panel of a study, whose figure is a file of its own
+            if " small" in found["look"]:  # one panel of an analysis, whose figure is a file of its own
                 continue
             title = html.unescape(re.sub("<[^>]+>", "", found["figure"].partition("</div>")[0]))
             data = json.loads(html.unescape(found["data"]))

@@ -1,4 +1,4 @@
-"""The figures of the study `frequencies`: DroPE's Figures 6 and 11, and Partial RoPE's Figure 1."""
+"""The figures of the analysis `frequencies`: DroPE's Figures 6 and 11, and Partial RoPE's Figure 1."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from pe_lab.analysis.frequencies import CACHE_LENGTHS, Numbers, size_text
+from pe_lab.page.figure_axes import tokens_text
 from pe_lab.page.figure_style import look, render
-from pe_lab.page.study_axes import tokens_text
 
 __all__ = ["LOOKS", "draw", "render"]
 

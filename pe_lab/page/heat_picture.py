@@ -5,13 +5,13 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 
-from pe_lab.analysis.runs import Run
-from pe_lab.analysis.scores import build_tables
 from pe_lab.errors import ConfigError, DataError, did_you_mean
 from pe_lab.page.heat_maps import STEPS, HeatMap, cell_text, colours, depth_name, heat_maps, in_sight, step
 from pe_lab.page.suites import suite_title, task_suites
 from pe_lab.results.formatting import shortened
+from pe_lab.results.runs import Run
 from pe_lab.results.scores import Table
+from pe_lab.results.tables import build_tables
 
 INK, SOFT, MARK, BLANK = "#1c2024", "#5c636b", "#8a6d1d", "#d9dbd7"
 KINDS = ("png", "svg", "pdf")

@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from pe_lab.analysis.comparison import encoding_text
-from pe_lab.analysis.groups import Spread, curve_over_seeds
-from pe_lab.analysis.runs import Phase, Run
 from pe_lab.page.chart_parts import MOST, Axis, Series
 from pe_lab.page.charts import line_chart
 from pe_lab.page.markup import Markup, element
 from pe_lab.page.ticks import Point, decimate, smooth
 from pe_lab.page.variants import INK, STYLES, Style
+from pe_lab.results.comparison import encoding_text
 from pe_lab.results.formatting import count
+from pe_lab.results.groups import Spread, curve_over_seeds
 from pe_lab.results.records import Record, number
+from pe_lab.results.runs import Phase, Run
 
 LOSS = Axis("loss (nats per token)")
 # Of several runs, and of several sources: first those that no variant has.

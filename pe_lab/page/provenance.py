@@ -6,15 +6,15 @@ import json
 import statistics
 from collections.abc import Sequence
 
-from pe_lab.analysis.comparison import encoding_text
-from pe_lab.analysis.groups import seed_words
-from pe_lab.analysis.runs import Phase, Run
 from pe_lab.page.loss_charts import phase_style
 from pe_lab.page.markup import Markup, element, folded, note, text
 from pe_lab.page.run_history import history_table
 from pe_lab.page.tables import plain_table
+from pe_lab.results.comparison import encoding_text
 from pe_lab.results.formatting import count, duration, listing, percent
+from pe_lab.results.groups import seed_words
 from pe_lab.results.records import Record, as_dict, number
+from pe_lab.results.runs import Phase, Run
 from pe_lab.results.variants import is_dropped, is_rotary
 
 

@@ -6,8 +6,6 @@ import json
 import re
 from collections.abc import Sequence
 
-from pe_lab.analysis.comparison import encoding_text
-from pe_lab.analysis.runs import Run
 from pe_lab.errors import UserError
 from pe_lab.page.chart_parts import Axis, Series, file_parts, legend
 from pe_lab.page.charts import line_chart
@@ -15,8 +13,10 @@ from pe_lab.page.loss_charts import EVENTS
 from pe_lab.page.markup import Markup, element
 from pe_lab.page.tables import plain_table
 from pe_lab.page.variants import STYLES, Style
+from pe_lab.results.comparison import encoding_text
 from pe_lab.results.formatting import Number, count, times
 from pe_lab.results.records import as_dict, number
+from pe_lab.results.runs import Run
 from pe_lab.results.variants import is_dropped
 
 TIME_COLOURS = ("extra-1", "pi", "yarn", "drope", "ntk", "extra-2", "extra-3", "nope", "rope")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pe_lab.analysis.runs import Phase, Run
 from pe_lab.page.loss_charts import changes_of
 from pe_lab.page.markup import Markup, element, text
 from pe_lab.page.tables import plain_table
 from pe_lab.results.formatting import count, percent
 from pe_lab.results.records import as_dict, as_list, mappings, number
+from pe_lab.results.runs import Phase, Run
 
 HEAD = ("Phase", "Source", "Weight", "Tokens expected", "Tokens read", "Read / expected", "Epochs")
 

@@ -6,22 +6,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from pe_lab.analysis.runs import Run
-from pe_lab.analysis.scores import build_tables, histories, variants_of
-from pe_lab.analysis.standing import cautions, usable
-from pe_lab.analysis.verdict import Verdict, imported_headline, judge
 from pe_lab.page import loss_charts, provenance, run_charts, run_history
+from pe_lab.page.analysis_section import analysis_parts, analysis_title
 from pe_lab.page.heat_maps import heat_map_figures, legend
 from pe_lab.page.markup import Markup, element, folded, note, text
 from pe_lab.page.score_charts import history_chart, position_chart, score_chart
-from pe_lab.page.study_section import study_parts, study_title
 from pe_lab.page.suites import SCORED, suite_title, task_suites
 from pe_lab.page.tables import beta_table, duel_board, marks, records_table, score_table, weights_table
 from pe_lab.page.task_section import suite_parts
 from pe_lab.page.variants import Style, assign_styles
 from pe_lab.results.formatting import listing
+from pe_lab.results.runs import Run
 from pe_lab.results.scores import Table, latest, measure
+from pe_lab.results.standing import cautions, usable
+from pe_lab.results.tables import build_tables, histories, variants_of
 from pe_lab.results.variants import is_dropped, is_rotary
+from pe_lab.results.verdict import Verdict, imported_headline, judge
 
 STORY = (
     "A language model was trained with RoPE, a rotary positional encoding. Then the encoding was removed (the "
@@ -69,8 +69,8 @@ def work_out(run: Run) -> Results:
         else:
             words += " Perplexity and symbolic needles, which a verdict is made of, were not."
         verdict = Verdict(words, "missing")
-    if run.studies and not any(found.values()):
-        titles = [study_title(directory, study.name) for directory, study in run.studies.items()]
+    if run.analyses and not any(found.values()):
+        titles = [analysis_title(directory, analysis.name) for directory, analysis in run.analyses.items()]
         verdict = Verdict(f"Studied here: {listing(titles)}.", "missing")
     verdict = replace(verdict, cautions=cautions(run))
     styles = assign_styles(variants_of([table for tables in found.values() for table in tables]))
@@ -122,8 +122,8 @@ def _story(results: Results) -> str:
 
 
 def _how_to_evaluate(results: Results) -> Markup | None:
-    """The command that evaluates a run; None if it was evaluated, or has studies and no phase."""
-    if results.all_tables or (results.run.studies and not results.run.phases):
+    """The command that evaluates a run; None if it was evaluated, or has analyses and no phase."""
+    if results.all_tables or (results.run.analyses and not results.run.phases):
         return None
     run = results.run
     unfinished = [phase.name for phase in run.phases if phase.running]
@@ -140,7 +140,7 @@ def problem_note(run: Run) -> Markup:
 def run_sections(results: Results, level: int, prefix: str) -> list[tuple[str, str, Markup]]:
     """(identity, name in the navigation, HTML) of each section of a run below its verdict; headings of `level`."""
     run = results.run
-    studies = [(f"study-{n}", title, title, parts) for n, (title, parts) in enumerate(study_parts(run))]
+    analyses = [(f"analysis-{n}", title, title, parts) for n, (title, parts) in enumerate(analysis_parts(run))]
     sections = (
         ("results", "Results", "Past the training length", _result_parts(results)),
         ("history", "By tokens trained", "Scores by tokens trained", _history_parts(results)),
@@ -149,7 +149,7 @@ def run_sections(results: Results, level: int, prefix: str) -> list[tuple[str, s
         ("position", "Where in the sequence", "Where in the sequence", _position_parts(results)),
         ("training", "Training", "Training", _training_parts(results)),
         ("frequencies", "Frequencies", "Frequencies under each scaling", _frequency_parts(results)),
-        *studies,
+        *analyses,
         ("run", "What was run", "What was run", [] if run.members else [provenance.what_was_run(run)]),
         ("caveats", "Keep in mind", "What to keep in mind", [bullets(provenance.caveats(run))]),
     )

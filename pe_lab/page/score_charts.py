@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from pe_lab.analysis.runs import Run
-from pe_lab.analysis.scores import Bucket
 from pe_lab.page.chart_parts import Axis, Series
 from pe_lab.page.charts import line_chart
 from pe_lab.page.markup import Markup
@@ -16,7 +14,9 @@ from pe_lab.page.variants import INK, Style
 from pe_lab.results.formatting import count, listing, percent, times
 from pe_lab.results.intervals import exp
 from pe_lab.results.records import Record, as_dict, bins, number
+from pe_lab.results.runs import Run
 from pe_lab.results.scores import Cell, Column, Table
+from pe_lab.results.tables import Bucket
 from pe_lab.results.variants import DROPPED, kind
 
 

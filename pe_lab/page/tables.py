@@ -5,9 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from pe_lab.analysis.runs import Run
-from pe_lab.analysis.scores import averages, label_of, variants_of
-from pe_lab.analysis.verdict import Duel
 from pe_lab.evaluation.tasks.suites import AVERAGED
 from pe_lab.page.markup import Markup, element, text
 from pe_lab.page.suites import metric_name, suite_title, table_title, task_name
@@ -15,8 +12,11 @@ from pe_lab.page.variants import Style
 from pe_lab.results.formatting import percent, short_number, shortened
 from pe_lab.results.intervals import Z95
 from pe_lab.results.records import Record, as_dict, number
+from pe_lab.results.runs import Run
 from pe_lab.results.scores import Cell, Column, Table
+from pe_lab.results.tables import averages, label_of, variants_of
 from pe_lab.results.variants import is_dropped, is_unchanged
+from pe_lab.results.verdict import Duel
 
 STACKED = 8  # columns of a table that is stacked, at most: of more, it scrolls sideways
 UNMEASURED = element("span", "–", aria_label="not measured")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from pe_lab.analysis.scores import averages, by_sequence_length, columns_of
 from pe_lab.evaluation.tasks.suites import AVERAGED
 from pe_lab.page.charts import Axis
 from pe_lab.page.markup import Markup, element, folded
@@ -14,6 +13,7 @@ from pe_lab.page.tables import harness_table, measured_at, score_table, task_tab
 from pe_lab.page.variants import Style
 from pe_lab.results.records import as_dict
 from pe_lab.results.scores import Table
+from pe_lab.results.tables import averages, by_sequence_length, columns_of
 
 FEW = 4  # charts that are not folded away
 

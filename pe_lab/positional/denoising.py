@@ -86,7 +86,7 @@ def read_scores(
         raise DataError(
             f"The scores '{path}' were measured on the weights {made_for} of {value.get('checkpoint', 'a model')}, and "
             f"{model or 'this model'} has the weights {weights}. Measure its own: python -m pe_lab.analyze "
-            "--study=head_entropy."
+            "head_entropy."
         )
     value = value.get("scores") if isinstance(value, dict) else value
     try:

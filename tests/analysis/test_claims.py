@@ -5,12 +5,12 @@ import json
 import re
 
 import pytest
+from pe_lab.lab.theory import analysis as theory
 
 from pe_lab import analyze
-from pe_lab.analysis.studies import theory
-from pe_lab.analysis.study import read_study
-from pe_lab.analysis.theory.claims import Claim, claims
-from pe_lab.analysis.theory.quotes import QUOTES
+from pe_lab.lab.theory.claims import Claim, claims
+from pe_lab.lab.theory.quotes import QUOTES
+from pe_lab.results.findings import read_findings
 
 # By hand, from the papers' proofs.
 HOLDS = [
@@ -124,22 +124,22 @@ def test_a_corrected_form_that_fails_is_counted():
 @pytest.mark.slow  # 2 s besides the claims
 def test_the_command_shows_each_claim_with_its_verdict_and_its_numbers(found, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(theory, "claims", lambda seed, progress: list(found.values()))
-    assert analyze.main(["--study=theory", f"--out={tmp_path}", "--format=svg"]) == 0
+    assert analyze.main(["theory", f"--out={tmp_path}", "--format=svg"]) == 0
     corrected = [claim for claim in found.values() if claim.corrected]
     assert (
         f"{len(found) - len(corrected)} claims of the papers: {len(HOLDS) - len(corrected)} hold, {len(FAILS)} fail. "
         f"{len(corrected)} corrected forms beside them: {len(corrected)} hold, 0 fail."
     ) in " ".join(capsys.readouterr().out.split())
-    study = read_study(tmp_path).findings
-    rows = {(table.title, *row) for table in study.tables for row in table.rows}
+    analysis = read_findings(tmp_path).findings
+    rows = {(table.title, *row) for table in analysis.tables for row in table.rows}
     assert rows == {(*source.split(", ", 1), c.verdict, c.statement) for source, c in found.items()}
-    for sentence, claim in zip(study.sentences[:-1], found.values(), strict=True):
+    for sentence, claim in zip(analysis.sentences[:-1], found.values(), strict=True):
         assert sentence.startswith(f"{claim.source}: {claim.verdict}. ")
         assert sentence.endswith(f"{claim.measured} {claim.note}".strip())
         assert claim.corrected or claim.quote in sentence
-    assert {path.stem for path in tmp_path.glob("*.svg")} == {figure.name for figure in study.figures}
+    assert {path.stem for path in tmp_path.glob("*.svg")} == {figure.name for figure in analysis.figures}
 
 
 def test_a_negative_seed_is_refused(capsys):
-    assert analyze.main(["--study=theory", "--seed=-1"]) == 2
+    assert analyze.main(["theory", "--seed=-1"]) == 2
     assert "--seed: '-1' is not a whole number from 0" in capsys.readouterr().err

@@ -12,15 +12,15 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "evaluation"))
 import tiny  # noqa: E402
 
 from pe_lab import analyze  # noqa: E402
-from pe_lab.analysis.studies.dope import GRID, parse_grid  # noqa: E402
-from pe_lab.analysis.study import read_study  # noqa: E402
+from pe_lab.analysis.dope import GRID, parse_grid  # noqa: E402
 from pe_lab.data.tokenizers import ByteTokenizer, load_tokenizer, save_tokenizer  # noqa: E402
 from pe_lab.errors import UserError  # noqa: E402
 from pe_lab.evaluation import targets  # noqa: E402
 from pe_lab.evaluation.generation.backend import ModelBackend  # noqa: E402
 from pe_lab.evaluation.tasks.many_shot import STOP, many_shot_tasks  # noqa: E402
 from pe_lab.inspection import Inspection  # noqa: E402
-from pe_lab.page import study_figures  # noqa: E402
+from pe_lab.page import figure_files  # noqa: E402
+from pe_lab.results.findings import read_findings  # noqa: E402
 from pe_lab.results.paired import Difference, holm, paired, sign_flip_p, verdict  # noqa: E402
 
 # --- Paired comparisons ----------------------------------------------------------------------------------------------
@@ -142,12 +142,12 @@ class Counts:
 @pytest.fixture
 def counts(monkeypatch):
     monkeypatch.setattr(targets, "mesh_for", lambda path: None)
-    monkeypatch.setattr(study_figures, "render", lambda figure, form: b"")
+    monkeypatch.setattr(figure_files, "render", lambda figure, form: b"")
     return Counts(monkeypatch)
 
 
 def command(run, out, *more):
-    return ["--study=dope", f"--from={run / 'pretrain'}", "--suite=niah:clean", "--haystack=noise", "--length=600",
+    return ["dope", f"--from={run / 'pretrain'}", "--suite=niah:clean", "--haystack=noise", "--length=600",
             "--sequences=1", "--samples=9", f"--out={out}", "--positional=ntk:factor=2", *more]  # fmt: skip
 
 
@@ -180,7 +180,7 @@ def test_an_interrupted_sweep_goes_on_and_its_table_is_right(run, tmp_path, caps
     lowest, highest = (set(map(tuple, c["chosen"])) for c in (cells[0], cells[1]))
     assert len(lowest) == len(highest) == 1 and not lowest & highest
     assert lowest < set(map(tuple, cells[2]["chosen"])) and highest < set(map(tuple, cells[3]["chosen"]))
-    found = read_study(tmp_path / "out").findings
+    found = read_findings(tmp_path / "out").findings
     (table,) = found.tables
     assert [row[0] for row in table.rows] == ["all-nope", "all-nope", "no DoPE", "all-nope", "all-nope"]
     assert table.rows[0][5].startswith("66.7% (") and table.rows[2][5].startswith("33.3% (")
@@ -214,7 +214,7 @@ def test_many_shot_learning_has_its_zero_shot_row(run, tmp_path, capsys, counts)
             if not a.startswith(("--suite", "--haystack", "--length"))]  # fmt: skip
     argv += ["--suite=many_shot:plain", f"--problems={problems}", "--max-new-tokens=16", "--buffer=20", "--length=400"]
     assert analyze.main(argv) == 0
-    (table,) = read_study(tmp_path / "out").findings.tables
+    (table,) = read_findings(tmp_path / "out").findings.tables
     assert [row[0] for row in table.rows] == ["no DoPE", "zero-shot, as trained", "all-nope"]
     assert [row[5][:5] for row in table.rows] == ["33.3%", "33.3%", "0.0% "]
     answered = [json.loads(x) for x in (tmp_path / "out" / "samples" / "many_shot.jsonl").read_text().splitlines()]
@@ -239,4 +239,4 @@ def test_bad_sweeps_measure_nothing(run, tmp_path, monkeypatch, capsys, counts, 
     assert analyze.main([*command(run, tmp_path / "out"), *more]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ") and err.count("\n") == 1 and says in err
-    assert not counts.asked and not counts.passes and not (tmp_path / "out" / "study.json").exists()
+    assert not counts.asked and not counts.passes and not (tmp_path / "out" / "analysis.json").exists()

@@ -1,4 +1,4 @@
-"""DoPE's entropies of heads: against equations 23 to 30 in float64, and from the study to surgery."""
+"""DoPE's entropies of heads: against equations 23 to 30 in float64, and from the analysis to surgery."""
 
 import json
 import sys
@@ -13,9 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "evaluation"))
 import tiny  # noqa: E402
 
 from pe_lab import analyze, surgery  # noqa: E402
+from pe_lab.analysis.head_entropy import head_entropy  # noqa: E402
 from pe_lab.analysis.head_spectra import HeadEntropy, _spectra, choice, gram  # noqa: E402
-from pe_lab.analysis.studies.head_entropy import head_entropy  # noqa: E402
-from pe_lab.analysis.study import read_study  # noqa: E402
 from pe_lab.checkpoints import Checkpoint, open_checkpoint  # noqa: E402
 from pe_lab.checkpoints.checkpoint import metadata_of  # noqa: E402
 from pe_lab.checkpoints.weights import weights_digest  # noqa: E402
@@ -25,8 +24,9 @@ from pe_lab.errors import UserError  # noqa: E402
 from pe_lab.evaluation import targets  # noqa: E402
 from pe_lab.language_model import LanguageModel  # noqa: E402
 from pe_lab.model import Model  # noqa: E402
-from pe_lab.page import study_figures  # noqa: E402
+from pe_lab.page import figure_files  # noqa: E402
 from pe_lab.positional import layers, select_heads  # noqa: E402
+from pe_lab.results.findings import read_findings  # noqa: E402
 
 CONFIG = ModelConfig(
     vocab_size=97, layers=2, d_model=32, d_ff=32, heads=4, kv_heads=2, dtype="float32", attention_chunk=64
@@ -191,7 +191,7 @@ def test_both_orders_choose_the_same_heads_of_negated_scores():
         }
 
 
-# --- The study, and surgery ------------------------------------------------------------------------------------------
+# --- The analysis, and surgery ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -205,13 +205,13 @@ def run(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(targets, "mesh_for", lambda path: None)
-    monkeypatch.setattr(study_figures, "render", lambda figure, form: b"")
+    monkeypatch.setattr(figure_files, "render", lambda figure, form: b"")
 
 
 @pytest.mark.slow
 def test_from_scores_to_surgery(run, tmp_path, capsys):
     out = tmp_path / "out"
-    argv = ["--study=head_entropy", f"--from={run / 'pretrain'}", "--length=2x", "--sequences=2", f"--out={out}",
+    argv = ["head_entropy", f"--from={run / 'pretrain'}", "--length=2x", "--sequences=2", f"--out={out}",
             "--positional=yarn:factor=2", "--format=svg"]  # fmt: skip
     assert analyze.main([*argv, "--scores=query:post_rope:2"]) == 0
     assert "scores: 78 files" in capsys.readouterr().out
@@ -223,9 +223,9 @@ def test_from_scores_to_surgery(run, tmp_path, capsys):
     assert written["weights"] == weights_digest(checkpoint.params) and "yarn" in written["positional"]
     assert "--scores=query:post_rope:2" in written["command"]
     scores = np.array(written["scores"])
-    study = read_study(out)
-    assert study.findings.numbers["post_rope_query_spectrum"].shape == (2, 2, 2, 8)
-    spectra = study.findings.numbers["post_rope_query_spectrum"]
+    analysis = read_findings(out)
+    assert analysis.findings.numbers["post_rope_query_spectrum"].shape == (2, 2, 2, 8)
+    spectra = analysis.findings.numbers["post_rope_query_spectrum"]
     expected = np.mean([[[rank_of(s, 2) for s in layer] for layer in sequence] for sequence in spectra], 0)
     np.testing.assert_allclose(scores, expected, rtol=1e-5)
     # The lowest head is the one that surgery denoises in the model's scaled child, which has its weights.

@@ -8,12 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from pe_lab.analysis import knock_out as analysis
 
 from pe_lab import analyze
-from pe_lab.analysis.sequences import Questions, Sequences, open_sequences
-from pe_lab.analysis.session import Session
-from pe_lab.analysis.studies import knock_out as study
-from pe_lab.analysis.studies.knock_out import (
+from pe_lab.analysis.knock_out import (
     masked,
     needle_scores,
     random_heads,
@@ -21,7 +19,9 @@ from pe_lab.analysis.studies.knock_out import (
     whole_answers,
     without_heads,
 )
-from pe_lab.analysis.studies.knock_out_findings import Knocked, verdict
+from pe_lab.analysis.knock_out_findings import Knocked, verdict
+from pe_lab.analysis.sequences import Questions, Sequences, open_sequences
+from pe_lab.analysis.session import Session
 from pe_lab.checkpoints import Checkpoint
 from pe_lab.config import ModelConfig
 from pe_lab.data.tokenizers import load_tokenizer
@@ -51,7 +51,7 @@ def made() -> LanguageModel:
 
 
 def session(out: Path, *options: str, sequences: Sequences = ASKED) -> Session:
-    argv = ["--study=knock_out", "--from=made", "--suite=needles", f"--sequences={S}", *options]
+    argv = ["knock_out", "--from=made", "--suite=needles", f"--sequences={S}", *options]
     arguments = analyze.parser("knock_out").parse_args(argv)
     variant = Variant(Subject(made(), "made", "made"), "as trained", "RoPE")
     built = Session("knock_out", arguments, out, [variant], ["RoPE"])
@@ -170,8 +170,8 @@ def test_shares_have_wilsons_interval_and_a_verdict():
     assert verdict(nothing, (1,)).startswith("undecided")
 
 
-def test_the_study_and_again(tmp_path, monkeypatch):
-    found = study.STUDY.run(session(tmp_path, "--count=1,2", "--draws=2"))
+def test_the_analysis_and_again(tmp_path, monkeypatch):
+    found = analysis.ANALYSIS.run(session(tmp_path, "--count=1,2", "--draws=2"))
     order = np.random.default_rng(0).permutation(S)
     choosing, testing = sorted(order[:3].tolist()), sorted(order[3:].tolist())
     weights = retrieval_scores(made(), ASKED.batch(choosing))
@@ -185,10 +185,10 @@ def test_the_study_and_again(tmp_path, monkeypatch):
     assert found.numbers["random_found"].shape == (3, 3) and len(found.tables[0].rows) == 5
     assert [figure.name for figure in found.figures] == ["retrieval_scores", "needles_found", "answer_log_prob"]
 
-    monkeypatch.setattr(study, "Streams", None)
-    monkeypatch.setattr(study, "retrieval_scores", None)
+    monkeypatch.setattr(analysis, "Streams", None)
+    monkeypatch.setattr(analysis, "retrieval_scores", None)
     later = session(tmp_path, "--count=1,2", "--draws=2")
-    assert study.STUDY.run(later).sentences == found.sentences and later.reused == 3 + 3 * (1 + 2 * 3)
+    assert analysis.ANALYSIS.run(later).sentences == found.sentences and later.reused == 3 + 3 * (1 + 2 * 3)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_the_study_and_again(tmp_path, monkeypatch):
         (["--count=0"], "--count=0: give whole numbers of heads"),
         (["--draws=0"], "--draws: '0' is not"),
         (["--mask=nope", "--positional=nope"], "--mask=nope changes nothing in RoPE, whose heads have no encoding."),
-        ([], "--study=knock_out needs prompts with needles: --suite=niah:standard or --suite=needles."),
+        ([], "knock_out needs prompts with needles: --suite=niah:standard or --suite=needles."),
         (["--suite=needles", "--sequences=1"], "chooses heads on one half of the sequences"),
         (["--suite=niah"], "made came without a tokenizer"),
         (["--suite=needles", "--text=*"], "--text and --suite each give the sequences"),
@@ -216,11 +216,11 @@ def test_bad_input_is_one_message(tmp_path, monkeypatch, capsys, options, says):
 
     monkeypatch.setattr(analyze, "open_session", opened)
     suite = ["--suite=needles"] if options and not any("suite" in option for option in options) else []
-    assert analyze.main(["--study=knock_out", "--from=made", f"--out={tmp_path}/out", *suite, *options]) == 2
+    assert analyze.main(["knock_out", "--from=made", f"--out={tmp_path}/out", *suite, *options]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("error: ") and captured.err.count("\n") == 1 and says in captured.err
 
 
 def test_text_has_no_needles():
-    with pytest.raises(study.ConfigError, match="windows hold no needles: give --suite=niah:standard"):
+    with pytest.raises(analysis.ConfigError, match="windows hold no needles: give --suite=niah:standard"):
         needle_scores(made(), Sequences("windows", TOKENS, np.full(S, T)))

@@ -8,17 +8,16 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from pe_lab.analysis import layers as analysis
 
 from pe_lab import analyze
 from pe_lab.analysis import losses as module
 from pe_lab.analysis.drop_choice import choose_layers
+from pe_lab.analysis.layers import edited_layers, greedy_order, layer_costs
+from pe_lab.analysis.layers_findings import Place
 from pe_lab.analysis.losses import Streams, bin_edges, by_bin, counted_targets, mean_loss, sequence_groups
 from pe_lab.analysis.sequences import Sequences
 from pe_lab.analysis.session import Session
-from pe_lab.analysis.studies import layers as study
-from pe_lab.analysis.studies.layers import edited_layers, greedy_order, layer_costs
-from pe_lab.analysis.studies.layers_findings import Place
-from pe_lab.analysis.study import read_study, write_study
 from pe_lab.checkpoints import Checkpoint
 from pe_lab.config import ModelConfig
 from pe_lab.data.tokenizers import load_tokenizer
@@ -27,6 +26,7 @@ from pe_lab.evaluation.variants import Subject, Variant
 from pe_lab.language_model import LanguageModel
 from pe_lab.model import Model, complete
 from pe_lab.positional import NTK, DynamicNTK, HeadEdit, Layer, NoPE, Rope, drop
+from pe_lab.results.findings import read_findings, write_findings
 
 CONFIG = ModelConfig(
     vocab_size=384, layers=3, d_model=16, d_ff=24, heads=4, kv_heads=2, dtype="float32", attention_chunk=8
@@ -56,7 +56,7 @@ def text(tokens: np.ndarray = TOKENS) -> Sequences:
 
 
 def session(out: Path, lm: LanguageModel, *options: str, sequences: Sequences | None = None) -> Session:
-    argv = ["--study=layers", "--from=made", "--lengths=10,21", f"--sequences={len(TOKENS)}", *options]
+    argv = ["layers", "--from=made", "--lengths=10,21", f"--sequences={len(TOKENS)}", *options]
     arguments = analyze.parser("layers").parse_args(argv)
     variant = Variant(Subject(lm, "made", "made"), "as trained", "RoPE")
     made = Session("layers", arguments, out, [variant], ["RoPE"])
@@ -160,8 +160,8 @@ def test_bins_hold_every_boundary_and_every_loss_that_counts():
     np.testing.assert_allclose(mean_loss(bins, edges, 10, T), losses[:, 10:].mean(1), rtol=1e-6)
 
 
-def test_the_study_against_whole_passes(lm, tmp_path, monkeypatch):
-    found = study.STUDY.run(session(tmp_path, lm, "--greedy", "--random=2"))
+def test_the_analysis_against_whole_passes(lm, tmp_path, monkeypatch):
+    found = analysis.ANALYSIS.run(session(tmp_path, lm, "--greedy", "--random=2"))
     losses = {
         chosen: lm.drop_positional(chosen).loss_by_position(TOKENS) if chosen else lm.loss_by_position(TOKENS)
         for chosen in [(), (0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2)]
@@ -189,17 +189,17 @@ def test_the_study_against_whole_passes(lm, tmp_path, monkeypatch):
     names = [figure.name for figure in found.figures]
     assert names == ["cost_by_layer", "cumulative_cost", "loss_by_position"]
     np.testing.assert_allclose(found.figures[0].panels[0][1][0].y, costs[0].mean(-1), atol=1e-5)
-    write_study(tmp_path, "layers", found, {})
-    assert read_study(tmp_path).findings.figures[1].panels[0][0] == "10 tokens"
+    write_findings(tmp_path, "layers", found, {})
+    assert read_findings(tmp_path).findings.figures[1].panels[0][0] == "10 tokens"
 
     # Again, nothing is measured twice.
     monkeypatch.setattr(module, "Streams", None)
     later = session(tmp_path, lm, "--greedy", "--random=2")
-    assert study.STUDY.run(later).sentences == found.sentences and later.reused > 20
+    assert analysis.ANALYSIS.run(later).sentences == found.sentences and later.reused > 20
 
 
 def test_heads_one_at_a_time(lm, tmp_path):
-    found = study.STUDY.run(session(tmp_path, lm, "--by=head", "--layers=1", "--lengths=21"))
+    found = analysis.ANALYSIS.run(session(tmp_path, lm, "--by=head", "--layers=1", "--lengths=21"))
     assert found.numbers["loss"].shape == (2, 5, 4)  # 21 tokens, and those beyond the training length
     edit = dataclasses.replace(ROPE, heads=(HeadEdit((2,), NoPE()),))
     expected = lm.with_positional([ROPE, edit, ROPE]).loss_by_position(TOKENS).mean(1)
@@ -211,7 +211,7 @@ def test_heads_one_at_a_time(lm, tmp_path):
 
 
 def test_a_curve_can_have_few_points(lm, tmp_path):
-    found = study.STUDY.run(session(tmp_path, lm, "--points=1,3", "--lengths=21"))
+    found = analysis.ANALYSIS.run(session(tmp_path, lm, "--points=1,3", "--lengths=21"))
     together = lm.drop_positional().loss_by_position(TOKENS)[1::2].mean(1)
     assert found.numbers["cheapest_first_loss"].shape[1] == 2
     np.testing.assert_allclose(found.numbers["cheapest_first_loss"][0, -1], together, rtol=1e-4)
@@ -221,13 +221,13 @@ def test_a_model_that_the_edit_leaves_as_it_is_is_left_out(lm, tmp_path):
     both = session(tmp_path, lm, "--layers=0", "--lengths=21")
     both.variants.append(Variant(Subject(lm, "made", "made"), "nope", "NoPE", (Layer(NoPE()),) * 3))
     both.names.append("NoPE")
-    found = study.STUDY.run(both)
+    found = analysis.ANALYSIS.run(both)
     assert found.sentences[-1] == "NoPE is left out: --edit=drop changes none of its layers."
     assert list(found.metadata["measuring"]) == ["RoPE"]
 
 
 def test_an_encoding_that_follows_the_length_has_that_of_each_length(lm, tmp_path):
-    found = study.STUDY.run(session(tmp_path, lm, "--edit=dynamic_ntk", "--layers=0"))
+    found = analysis.ANALYSIS.run(session(tmp_path, lm, "--edit=dynamic_ntk", "--layers=0"))
     after = (Layer(Rope(100.0, scaling=DynamicNTK(10))), ROPE, ROPE)
     for m, length in enumerate((10, T)):
         expected = lm.with_positional(after).loss_by_position(TOKENS[:, : length + 1]).mean(1)
@@ -236,7 +236,7 @@ def test_an_encoding_that_follows_the_length_has_that_of_each_length(lm, tmp_pat
 
 def test_fewer_than_four_sequences_are_not_halved_and_one_has_no_interval(lm, tmp_path):
     one = session(tmp_path, lm, "--layers=0", "--lengths=21", sequences=text(TOKENS[:1]))
-    found = study.STUDY.run(one)
+    found = analysis.ANALYSIS.run(one)
     assert "±" not in found.tables[0].rows[0][2] and "[" not in found.sentences[0]
     assert found.metadata["measuring"] == {"RoPE": [0]}
 
@@ -270,11 +270,11 @@ def test_bad_input_is_one_message(lm, tmp_path, monkeypatch, capsys, options, sa
         return made
 
     monkeypatch.setattr(analyze, "open_session", opened)
-    argv = ["--study=layers", "--from=made", "--sequences=4", "--lengths=10,21", f"--out={tmp_path}/out", *options]
+    argv = ["layers", "--from=made", "--sequences=4", "--lengths=10,21", f"--out={tmp_path}/out", *options]
     assert analyze.main(argv) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("error: ") and captured.err.count("\n") == 1 and says in captured.err
-    assert not (tmp_path / "out" / "study.json").exists()
+    assert not (tmp_path / "out" / "analysis.json").exists()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from dense import language_model
 
 from pe_lab.analysis import phase_precision as precision
 from pe_lab.analysis.descriptions import Described
-from pe_lab.analysis.studies.phase import outside, rotations
+from pe_lab.analysis.phase import outside, rotations
 from pe_lab.analyze import main
 from pe_lab.checkpoints.store import Store
 from pe_lab.positional import Alibi, HeadEdit, Layer, NoPE, Rope, frequencies
@@ -127,7 +127,7 @@ def test_layers_and_heads_of_one_rotation_are_one():
 
 
 def written(out: Path) -> tuple[dict, dict]:
-    return json.loads((out / "study.json").read_text()), dict(np.load(out / "study.npz"))
+    return json.loads((out / "analysis.json").read_text()), dict(np.load(out / "analysis.npz"))
 
 
 def test_two_pairs_complete_no_cycle_where_the_paper_states_five(tmp_path, capsys):
@@ -138,30 +138,30 @@ def test_two_pairs_complete_no_cycle_where_the_paper_states_five(tmp_path, capsy
         f"--out={tmp_path}",
         "--format=svg",
     ]
-    assert main(["--study=phase", *arguments]) == 0
+    assert main(["phase", *arguments]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "2 of 32 rotating pairs complete no cycle in 32,000 tokens" in out
     assert "at least 5 pairs" in out and "counted, there are 2" in out
     # In cycles, by hand: 32000 / (2 pi) * 10^(-m/8) is 1.208, 0.906 and 0.679 for the pairs 29, 30 and 31.
-    study, numbers = written(tmp_path)
+    analysis, numbers = written(tmp_path)
     assert (numbers["figures/phase_range/0.0.y"] < 1).sum() == 2
     assert numbers["figures/phase_range/0.0.y"][29:] == pytest.approx([1.208, 0.906, 0.679], abs=1e-3)
-    cells = {(row[1], row[2]): row[3:5] for row in study["tables"][1]["rows"]}
+    cells = {(row[1], row[2]): row[3:5] for row in analysis["tables"][1]["rows"]}
     assert cells["as trained", "64,000"] == ["2 (6%)", "0.5"] and cells["PI", "64,000"][0] == "0 (0%)"
     # NTK slows pair 30 by 2^(-60/62) = 0.511, which is not enough; pair 31 by 1/2.
     assert cells["NTK", "64,000"] == ["1 (3%)", "0.5"] and cells["YaRN", "1,048,576"][0] == "0 (0%)"
     assert numbers["numbers/rounding_1048576"].shape == (3, 32)
-    assert {figure["name"] for figure in study["figures"]} == {"phase_range", "phase_rounding"}
-    assert study["about"]["source"].startswith("DroPE, section 4.1")
+    assert {figure["name"] for figure in analysis["figures"]} == {"phase_range", "phase_rounding"}
+    assert analysis["about"]["source"].startswith("DroPE, section 4.1")
 
 
 @pytest.mark.slow
-def test_a_recipe_is_as_the_study_of_schedules_reads_it(tmp_path):
+def test_a_recipe_is_as_the_analysis_of_schedules_reads_it(tmp_path):
     recipe = f"--config={ROOT}/configs/drope_laptop.py"
-    assert main(["--study=phase", recipe, f"--out={tmp_path}", "--methods=pi", "--target=2x"]) == 0
-    study, numbers = written(tmp_path)
-    assert [one["title"].split(",")[0] for one in study["metadata"]["rotations"]] == ["pretrain", "half"]
-    length = study["metadata"]["rotations"][0]["length"]
+    assert main(["phase", recipe, f"--out={tmp_path}", "--methods=pi", "--target=2x"]) == 0
+    analysis, numbers = written(tmp_path)
+    assert [one["title"].split(",")[0] for one in analysis["metadata"]["rotations"]] == ["pretrain", "half"]
+    length = analysis["metadata"]["rotations"][0]["length"]
     assert f"numbers/inv_freq_PI_{2 * length}_1" in numbers
 
 
@@ -175,9 +175,9 @@ def test_a_checkpoint_is_studied_beside_its_run(tmp_path, monkeypatch):
     store.wait()
     store.close()
     (run / "run.json").write_text('{"name": "toy"}')
-    assert main(["--study=phase", "--from=run", "--methods=ntk"]) == 0
-    study, numbers = written(run / "analysis" / "phase")
-    assert study["metadata"]["rotations"] == [{"title": "toy pretrain, layer 0 (rope(base=100))", "length": 64}]
+    assert main(["phase", "--from=run", "--methods=ntk"]) == 0
+    analysis, numbers = written(run / "analysis" / "phase")
+    assert analysis["metadata"]["rotations"] == [{"title": "toy pretrain, layer 0 (rope(base=100))", "length": 64}]
     np.testing.assert_allclose(numbers["numbers/inv_freq"], frequencies(Rope(100.0), dense.K)[0], rtol=1e-12)
 
 
@@ -201,7 +201,7 @@ def test_a_checkpoint_is_studied_beside_its_run(tmp_path, monkeypatch):
 )
 def test_bad_input_is_one_line_and_writes_nothing(tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(tmp_path)
-    assert main(["--study=phase", *arguments]) == 2
+    assert main(["phase", *arguments]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ") and err.count("\n") == 1 and message in err
     assert list(tmp_path.iterdir()) == []

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from pe_lab.analysis import positional_bias
 
 from pe_lab.analysis import bias_gradients
 from pe_lab.analysis.bias_gradients import PATTERNS
+from pe_lab.analysis.positional_bias import Group, compare
 from pe_lab.analysis.sequences import Sequences
 from pe_lab.analysis.session import Session, distinct_names, named_by_encoding
-from pe_lab.analysis.studies import positional_bias
-from pe_lab.analysis.studies.positional_bias import Group, compare
 from pe_lab.checkpoints import Checkpoint
 from pe_lab.checkpoints.checkpoint import metadata_of
 from pe_lab.config import ModelConfig
@@ -236,7 +236,7 @@ def test_memory_is_linear_in_the_length():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The study
+# The analysis
 
 
 def rope(seed: int) -> LanguageModel:
@@ -262,7 +262,7 @@ def session(tmp_path) -> Session:
 
 @pytest.mark.slow
 def test_initializations_of_an_encoding_are_one_line(session):
-    found = positional_bias.STUDY.run(session)
+    found = positional_bias.ANALYSIS.run(session)
     names = ["RoPE (initializations 0 to 1)", "NoPE (initializations 0 to 1)"]
     assert [group["name"] for group in found.metadata["groups"]] == names
     assert found.numbers["bias_0"].shape == (2, 2, 2, H, 2)  # initializations, sequences, layers, heads, patterns
@@ -283,7 +283,7 @@ def test_initializations_of_an_encoding_are_one_line(session):
 def test_what_cannot_be_measured_is_an_error(session):
     session.__dict__["sequences"] = Sequences("toy", tokens(2), np.array([2, 2]))
     with pytest.raises(UserError, match="needs sequences of at least 3 tokens, not 2"):
-        positional_bias.STUDY.run(session)
+        positional_bias.ANALYSIS.run(session)
     with pytest.raises(UserError, match="at least 3 tokens, not 2"):
         positional_bias.positional_bias(rope(0), tokens(2))
     with pytest.raises(UserError, match="no layer 5 to measure; the model has 5"):

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from pe_lab.analysis.runs import Phase, Run, read_run, read_runs
-from pe_lab.analysis.scores import (
+from pe_lab.errors import UserError
+from pe_lab.results.runs import Phase, Run, read_run, read_runs
+from pe_lab.results.tables import (
     Bucket,
     averages,
     build_tables,
@@ -21,7 +22,6 @@ from pe_lab.analysis.scores import (
     tokens_trained,
     variants_of,
 )
-from pe_lab.errors import UserError
 
 
 def needles(label="RoPE", factor=2.0, accuracy=0.5, **more):

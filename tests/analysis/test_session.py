@@ -1,4 +1,4 @@
-"""Studies of models as a user runs them: sequences, intervals, parts that survive a kill, and bad input."""
+"""Analyses of models as a user runs them: sequences, intervals, parts that survive a kill, and bad input."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pe_lab.analysis import frequency_use
 from tiny_runs import REPOSITORY, compilations_kept, trained  # noqa: F401
 
 from pe_lab import analyze
+from pe_lab.analysis.analysis import Parts
 from pe_lab.analysis.sequences import find_copy
 from pe_lab.analysis.session import distinct_names
-from pe_lab.analysis.studies import frequency_use
-from pe_lab.analysis.study import Parts, read_study
 from pe_lab.data.tokenizers import ByteTokenizer
+from pe_lab.results.findings import read_findings
 from pe_lab.results.intervals import interval
 
 pytestmark = pytest.mark.usefixtures("compilations_kept")
@@ -36,7 +37,7 @@ def text(tmp_path_factory) -> str:
 @pytest.fixture(autouse=True)
 def undrawn(monkeypatch):
     """Figures have tests of their own, and take seconds."""
-    monkeypatch.setattr(analyze.study_figures, "render", lambda figure, form: b"")
+    monkeypatch.setattr(analyze.figure_files, "render", lambda figure, form: b"")
 
 
 def run(*arguments: str) -> int:
@@ -60,13 +61,13 @@ def test_the_copy_of_an_answer_is_its_last_and_longest():
     assert find_copy(tokens, np.array([4])) == (0, 0)
 
 
-def test_a_study_writes_numbers_with_their_lineage(trained, text, tmp_path, capsys):  # noqa: F811
+def test_a_analysis_writes_numbers_with_their_lineage(trained, text, tmp_path, capsys):  # noqa: F811
     argv = [f"--from={trained}/pretrain,{trained}/recalibrate", f"--text={text}", "--length=24", "--sequences=3"]
     argv.append(f"--out={tmp_path / 'a'}")
-    assert run("--study=frequency_use", *argv, "--methods=as-trained,dropped") == 0
+    assert run("frequency_use", *argv, "--methods=as-trained,dropped") == 0
     printed = capsys.readouterr().out
     assert "Share of the norm" in printed and "peak memory" in printed
-    found = read_study(tmp_path / "a")
+    found = read_findings(tmp_path / "a")
     names = [model["name"] for model in found.about["models"]]
     assert names == ["RoPE (pretrain)", "RoPE, dropped and not recalibrated (pretrain)", "DroPE (recalibrate)"]
     assert [m["step"] for m in found.about["models"]] == [8, 8, 6] and "nope" in found.about["models"][2]["lineage"][-1]
@@ -97,13 +98,13 @@ def test_what_was_measured_is_not_measured_again(trained, text, tmp_path, monkey
         return whole(lm, tokens, *rest, **more)
 
     monkeypatch.setattr(frequency_use, "frequency_use", counted)
-    argv = ["--study=frequency_use", f"--from={trained}/pretrain", f"--text={text}", "--length=24", f"--out={tmp_path}"]
+    argv = ["frequency_use", f"--from={trained}/pretrain", f"--text={text}", "--length=24", f"--out={tmp_path}"]
     assert run(*argv, "--sequences=2") == 0
     assert calls == [8]
-    first = read_study(tmp_path).findings.numbers
+    first = read_findings(tmp_path).findings.numbers
     assert run(*argv, "--sequences=2") == 0
-    assert calls == [8] and read_study(tmp_path).about["parts_reused"] == 2
-    for name, value in read_study(tmp_path).findings.numbers.items():
+    assert calls == [8] and read_findings(tmp_path).about["parts_reused"] == 2
+    for name, value in read_findings(tmp_path).findings.numbers.items():
         np.testing.assert_array_equal(value, first[name])
     # Another encoding makes other parts; a damaged part is measured again.
     assert run(*argv, "--sequences=2", "--methods=as-trained,dropped") == 0
@@ -117,8 +118,8 @@ def test_what_was_measured_is_not_measured_again(trained, text, tmp_path, monkey
 
 
 @pytest.mark.slow  # 25 s: two processes
-def test_a_killed_study_goes_on_where_it_was(trained, text, tmp_path):  # noqa: F811
-    argv = ["-m", "pe_lab.analyze", "--study=frequency_use", f"--from={trained}/pretrain", f"--text={text}"]
+def test_a_killed_analysis_goes_on_where_it_was(trained, text, tmp_path):  # noqa: F811
+    argv = ["-m", "pe_lab.analyze", "frequency_use", f"--from={trained}/pretrain", f"--text={text}"]
     argv += ["--length=48", "--sequences=40", "--methods=as-trained,dropped", f"--out={tmp_path}", "--format=png"]
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(REPOSITORY)}
     env.pop("XLA_FLAGS", None)
@@ -130,21 +131,21 @@ def test_a_killed_study_goes_on_where_it_was(trained, text, tmp_path):  # noqa: 
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert not (tmp_path / "study.json").exists()
+    assert not (tmp_path / "analysis.json").exists()
     before = {path.name: path.stat().st_mtime_ns for path in parts.glob("[!.]*.npz")}
     done = subprocess.run([sys.executable, *argv], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     after = {path.name: path.stat().st_mtime_ns for path in parts.glob("[!.]*.npz")}
     assert len(after) == 80 and {name: after[name] for name in before} == before
-    assert read_study(tmp_path).about["parts_reused"] == len(before)
+    assert read_findings(tmp_path).about["parts_reused"] == len(before)
 
 
 @pytest.mark.slow
 def test_random_initializations_have_the_shape_and_not_the_weights(trained, text, tmp_path):  # noqa: F811
     argv = [f"--from={trained}/pretrain", f"--text={text}", "--length=24", "--sequences=1", f"--out={tmp_path}"]
     under = ["--methods=as-trained", "--positional=half:rope:fraction=0.5"]
-    assert run("--study=frequency_use", *argv, *under, "--init=2") == 0
-    found = read_study(tmp_path)
+    assert run("frequency_use", *argv, *under, "--init=2") == 0
+    found = read_findings(tmp_path)
     names = [f"{name} (initialization {seed})" for seed in range(2) for name in ("RoPE", "half")]
     assert [model["name"] for model in found.about["models"]] == names
     a, b = (found.findings.numbers[f"query_{n}"] for n in (0, 2))
@@ -168,19 +169,19 @@ def test_names_tell_variants_apart():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--study=frequency_use"], "--study=frequency_use needs a model: --from=RUN"),
-        (["--study=frequency_use", "--from=RUN/recalibrate"], "none of the chosen layers of DroPE rotates"),
-        (["--study=frequency_use", "--from=RUN", "--layers=0,2"], "--layers: there is no layer 2; the model has 2"),
-        (["--study=frequency_use", "--from=RUN", "--layers=x"], "--layers: 'x' is not a number or a range"),
-        (["--study=heads", "--from=RUN/pretrain", "--heads=0.2"], "--heads: there is no head 0.2 among the layers"),
-        (["--study=frequency_use", "--from=RUN/pretrain", "--heads=3"], "--heads: '3' is no head. Write LAYER.HEAD"),
-        (["--study=logit_bounds", "--from=RUN", "--length=4"], "logit_bounds needs sequences of at least 8 tokens"),
-        (["--study=heads", "--from=RUN", "--length=4k"], "tokens, too few for 4 sequences of 4,096"),
-        (["--study=heads", "--from=RUN", "--sequences=0"], "--sequences: '0' is not a whole number from 1"),
-        (["--study=heads", "--from=RUN", "--init=0"], "--init: '0' is not a whole number from 1"),
-        (["--study=heads", "--from=RUN", "--suite=niah"], "--text and --suite each give the sequences"),
-        (["--study=heads", "--from=RUN", "--methods=cropped"], "cropped reads shorter sequences: give a shorter --len"),
-        (["--study=heads", "--from=nowhere"], "--from 'nowhere' is not a directory"),
+        (["frequency_use"], "frequency_use needs a model: --from=RUN"),
+        (["frequency_use", "--from=RUN/recalibrate"], "none of the chosen layers of DroPE rotates"),
+        (["frequency_use", "--from=RUN", "--layers=0,2"], "--layers: there is no layer 2; the model has 2"),
+        (["frequency_use", "--from=RUN", "--layers=x"], "--layers: 'x' is not a number or a range"),
+        (["heads", "--from=RUN/pretrain", "--heads=0.2"], "--heads: there is no head 0.2 among the layers"),
+        (["frequency_use", "--from=RUN/pretrain", "--heads=3"], "--heads: '3' is no head. Write LAYER.HEAD"),
+        (["logit_bounds", "--from=RUN", "--length=4"], "logit_bounds needs sequences of at least 8 tokens"),
+        (["heads", "--from=RUN", "--length=4k"], "tokens, too few for 4 sequences of 4,096"),
+        (["heads", "--from=RUN", "--sequences=0"], "--sequences: '0' is not a whole number from 1"),
+        (["heads", "--from=RUN", "--init=0"], "--init: '0' is not a whole number from 1"),
+        (["heads", "--from=RUN", "--suite=niah"], "--text and --suite each give the sequences"),
+        (["heads", "--from=RUN", "--methods=cropped"], "cropped reads shorter sequences: give a shorter --len"),
+        (["heads", "--from=nowhere"], "--from 'nowhere' is not a directory"),
     ],
 )
 def test_bad_input_is_one_message_and_status_2(trained, text, tmp_path, capsys, arguments, message):  # noqa: F811
@@ -192,9 +193,9 @@ def test_bad_input_is_one_message_and_status_2(trained, text, tmp_path, capsys, 
 
 
 def test_a_run_that_holds_out_no_text_needs_one(trained, tmp_path, capsys):  # noqa: F811
-    assert run("--study=heads", f"--from={trained}", f"--out={tmp_path / 'out'}") == 2
+    assert run("heads", f"--from={trained}", f"--out={tmp_path / 'out'}") == 2
     assert "holds out no text. Give one: --text=GLOB" in capsys.readouterr().err
-    assert run("--study=heads", f"--from={trained}", "--suite=ruler:vt", f"--out={tmp_path / 'out'}") == 2
+    assert run("heads", f"--from={trained}", "--suite=ruler:vt", f"--out={tmp_path / 'out'}") == 2
     assert "name one task with one needle, niah:standard or another, or needles" in capsys.readouterr().err
 
 

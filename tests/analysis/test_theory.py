@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from pe_lab.analysis.theory import (
+from pe_lab.lab.theory import (
     dope,
     dope_entropy,
     drope,
@@ -19,8 +19,8 @@ from pe_lab.analysis.theory import (
     p_rope,
     positional_heads,
 )
-from pe_lab.analysis.theory import positional_bias as bias
-from pe_lab.analysis.theory.rotary import (
+from pe_lab.lab.theory import positional_bias as bias
+from pe_lab.lab.theory.rotary import (
     BASE,
     HEAD_DIM,
     key_for_distance,
@@ -28,7 +28,7 @@ from pe_lab.analysis.theory.rotary import (
     octave_means,
     rotated,
 )
-from pe_lab.analysis.theory.swaps import CASES, attending_sequence, breaking_swaps, first_swap, predicted_distance
+from pe_lab.lab.theory.swaps import CASES, attending_sequence, breaking_swaps, first_swap, predicted_distance
 from pe_lab.positional import NoPE, NotebookYarn, Rope, apply_rope, frequencies
 from pe_lab.positional.notebook import warped_angles
 from pe_lab.positional.rotation import fixed_point_frequencies

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from pe_lab.analysis.verdict import imported_headline, judge
 from pe_lab.results.scores import Column, Table, arrange
+from pe_lab.results.verdict import imported_headline, judge
 
 MODELS = {"RoPE": ("RoPE", "as trained"), "NTK": ("RoPE", "NTK"), "PI": ("RoPE", "PI"), "NoPE": ("NoPE", "as trained")}
 MODELS |= {"DroPE": ("DroPE", "as trained"), "β": ("DroPE", "beta"), "paper": ("DroPE", "paper beta")}

@@ -69,8 +69,8 @@ class Run(Kind):
             (self.target / file).write_bytes(damage(rng, (self.whole / file).read_bytes()))
 
     def read(self) -> None:
-        from pe_lab.analysis.runs import read_runs
         from pe_lab.page.document import build_page, headline
+        from pe_lab.results.runs import read_runs
 
         alone = read_runs([self.target])
         build_page(alone)
@@ -87,7 +87,7 @@ class SweepFile(Kind):
         from run_directories import write_evaluation
         from tiny_runs import write_recipe
 
-        from pe_lab.sweeps import make_sweep, save_sweep
+        from pe_lab.lab.sweeps import make_sweep, save_sweep
 
         recipe = str(write_recipe(directory / "recipe"))
         phase = (
@@ -120,9 +120,9 @@ class SweepFile(Kind):
         (self.target / file).write_bytes(damage(rng, (self.whole / file).read_bytes()))
 
     def read(self) -> None:
-        from pe_lab.sweeps import load_sweep, read_states
-        from pe_lab.sweeps.progress import counts, failures
-        from pe_lab.sweeps.results import shown, write_results
+        from pe_lab.lab.sweeps import load_sweep, read_states
+        from pe_lab.lab.sweeps.progress import counts, failures
+        from pe_lab.lab.sweeps.results import shown, write_results
 
         sweep = load_sweep(self.target)  # as `sweep --table` does
         table = write_results(sweep)

@@ -13,7 +13,7 @@ import pytest
 from tiny_runs import REPOSITORY
 
 from pe_lab import analyze
-from pe_lab.analysis.studies.check import HEADER, MARKERS, default_layers, failures, row
+from pe_lab.analysis.check import HEADER, MARKERS, default_layers, failures, row
 from pe_lab.config import MeshConfig
 from pe_lab.errors import ConfigError, UnsupportedError
 from pe_lab.model import encoding_check
@@ -168,7 +168,7 @@ def test_a_parameter_without_a_gradient_is_found():
 def test_a_failed_check_is_status_1(tmp_path, monkeypatch, capsys):
     """3 s, with one check."""
     monkeypatch.setattr(encoding_check, "CHECKS", (learned,))
-    monkeypatch.setattr("pe_lab.analysis.studies.check.row", lambda *_: ("",) * len(HEADER))
+    monkeypatch.setattr("pe_lab.analysis.check.row", lambda *_: ("",) * len(HEADER))
     for text, status in (("never_moves", 1), ("never_moves:stopped=false", 0)):
         assert analyze.main(["--study=check", f"--positional={text}", f"--out={tmp_path}"]) == status
         assert ("FAILS: it must be, and the check finds a gradient of zero" in capsys.readouterr().out) == bool(status)

@@ -1,0 +1,359 @@
+r"""The range and the rounding of rotary phases: which pairs leave their trained range, and how exact an angle is.
+
+Range (DroPE, Gelberg et al. 2025, section 4.1). Pair m rotates by w_m radians a token. At training length L its phase
+at relative distances covers [0, w_m L]; where w_m L < 2 pi it never completes a cycle, and a longer sequence has
+phases that training never saw, unless a scaling multiplies w_m by gamma_m <= L / target. The paper:
+"for a standard RoPE base $b=10^{4}$, a transformer with head dimension $d_{k}=64$, will have at least five low
+frequencies [...] even at a training context of $C_{\mathrm{train}}=32{,}000$"; counted, there are two.
+
+What is measured of rounding stands in `phase_precision`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+from pe_lab.analysis import descriptions
+from pe_lab.analysis.analysis import Analysis
+from pe_lab.analysis.descriptions import Described
+from pe_lab.analysis.frequencies import incomplete_pairs
+from pe_lab.analysis.phase_precision import (
+    COMPUTED,
+    PRECISIONS,
+    largest_base,
+    product_bound,
+    rounding_errors,
+    slowest_cosine,
+    slowest_sine,
+)
+from pe_lab.checkpoints import open_source
+from pe_lab.errors import ConfigError
+from pe_lab.evaluation.plan import parse_length
+from pe_lab.evaluation.targets import locate_all, parse_steps
+from pe_lab.evaluation.variants import layers_under, parse_methods
+from pe_lab.positional import Rope, build_schedule, frequencies, label
+from pe_lab.positional.codec import ranges
+from pe_lab.results.figures import Figure, Line, LineCharts
+from pe_lab.results.findings import Findings, TextTable
+
+METHODS = ("as trained", "PI", "NTK", "YaRN")
+FAR = 2**20  # a position at which rounding is measured, besides the training length and the longest target
+AROUND = 512  # positions up to a position, whose largest error is taken: that of one position may be small by chance
+PAPER = (1e4, 64, 32_000, 5)  # base, head_dim, length, and "at least five" pairs
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Equal rotations of some layers, or of some heads of these, of one description.
+
+    Attributes:
+      name, where, encoding: the description, the layers (and heads), and their encoding, for people.
+      length: of training sequences; distances in a window are shorter: `reach`.
+      trained: [R] radians per token at the training length; 0: unrotated.
+      targets: {(target length, method): [R]}.
+      window: of these layers.
+    """
+
+    name: str
+    where: str
+    encoding: str
+    length: int
+    trained: Float[np.ndarray, " R"]
+    targets: Mapping[tuple[int, str], Float[np.ndarray, " R"]]
+    window: int | None
+
+    def reach(self, length: int) -> int:
+        """The number of distances that a query sees in sequences of `length` tokens."""
+        return length if self.window is None else min(length, self.window)
+
+    @property
+    def title(self) -> str:
+        return f"{self.name}, {self.where} ({self.encoding})"
+
+    @property
+    def rotating(self) -> int:
+        return int((self.trained > 0).sum())
+
+    def incomplete(self, length: int) -> int:
+        """The number of rotating pairs that complete no cycle in sequences of `length` tokens, as trained."""
+        return incomplete_pairs(self.trained[self.trained > 0], self.reach(length))
+
+    def outside(self, target: int, method: str) -> Bool[np.ndarray, " R"]:
+        """The pairs with phases outside their trained range in sequences of `target` tokens under a method."""
+        return outside(self.trained, self.targets[target, method], self.reach(self.length), self.reach(target))
+
+    def gamma(self, target: int, method: str) -> float:
+        """The largest factor of a method on a pair that completes no cycle in training; NaN if all complete one."""
+        slow = (self.trained > 0) & (self.trained * self.reach(self.length) < 2 * math.pi)
+        return float((self.targets[target, method][slow] / self.trained[slow]).max()) if slow.any() else math.nan
+
+
+def outside(
+    trained: Float[np.ndarray, " R"], scaled: Float[np.ndarray, " R"], length: int, target: int
+) -> Bool[np.ndarray, " R"]:
+    """Pairs whose phase at distance `target` is one that no distance up to `length` had in training.
+
+    Pairs that complete a cycle in `length` tokens have had every phase.
+    """
+    # PI takes the phase at the target to that of the training length, but for rounding.
+    return (trained > 0) & (trained * length < 2 * math.pi) & (scaled * target > trained * length * (1 + 1e-9))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The analysis
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--from", dest="source", metavar="RUN[,RUN...]", help="runs, phases, checkpoints, hf:DIR, gguf:FILE")
+    add("--steps", help="checkpoints of each phase: all that are kept, or of steps 8000,14000 (default: the last)")
+    descriptions.add_arguments(parser)
+    add("--length", help="the training length in tokens (default: that of the recipe or the checkpoint)")
+    add("--target", default="2x,4x,16x", help="lengths to extend to, such as 2x,4x or 32k (default: %(default)s)")
+    add("--methods", default="pi,ntk,yarn", help="scalings: of pi, ntk, yarn (default: %(default)s)")
+
+
+def _run(args: argparse.Namespace) -> Findings:
+    methods = tuple(dict.fromkeys([METHODS[0], *parse_methods(args.methods)]))
+    for method in methods:
+        if method not in METHODS:
+            raise ConfigError(f"--methods={method.replace(' ', '-')} changes no frequency; give some of pi, ntk, yarn.")
+    sources = _described(args)
+    found = [rotation for one in sources for rotation in rotations(one, _targets(args, one), methods)]
+    found = [rotation for rotation in found if rotation.rotating]
+    if not found:
+        names = ", ".join(dict.fromkeys(one.name for one in sources))
+        raise ConfigError(f"phase: no layer of {names} rotates. Name layers with RoPE, such as rope:base=10000.")
+    figures, numbers, sentences, rounding = [], {}, [], []
+    for r, rotation in enumerate(found):
+        suffix = f"_{r}" if len(found) > 1 else ""
+        at = sorted({rotation.length, max(n for n, _ in rotation.targets), FAR})
+        largest = {n: _largest_errors(rotation.trained, n) for n in at}
+        figures += [_range_figure(rotation, suffix), _rounding_figure(rotation, largest, suffix)]
+        numbers[f"inv_freq{suffix}"] = rotation.trained
+        for (target, method), scaled in rotation.targets.items():
+            numbers[f"inv_freq_{method.replace(' ', '_')}_{target}{suffix}"] = scaled
+        for n, errors in largest.items():
+            numbers[f"rounding_{n}{suffix}"] = np.stack([errors[name] for name in COMPUTED])
+            cells = [f"{errors[name].max():.1e}" for name in COMPUTED]
+            bound = f"{product_bound(rotation.trained, n).max():.1e}" if n <= 2**24 else "-"
+            rounding.append((rotation.title, f"{n:,}", *cells, bound))
+        sentences += _sentences(rotation, methods, largest[at[-1]], at[-1])
+    tables = (
+        *_range_tables(found, methods),
+        TextTable(
+            f"Largest error of a phase in radians, of all pairs at the {AROUND} positions up to n",
+            ("layers", "n", *COMPUTED, "bound of the product"),
+            tuple(rounding),
+        ),
+        _precision_table(found),
+    )
+    shapes = {
+        "inv_freq": "[R] radians per token, as trained; with a method and a length: in sequences of that length",
+        "rounding": f"[{len(COMPUTED)}, R] {', '.join(COMPUTED)}; largest error in radians at positions up to n",
+    }
+    metadata = {"rotations": [{"title": one.title, "length": one.length} for one in found]}
+    return Findings(tuple(sentences), tables, tuple(figures), numbers, shapes, metadata)
+
+
+def _described(args: argparse.Namespace) -> Sequence[Described]:
+    if sum(map(bool, (args.source, args.config, args.positional))) != 1:
+        raise ConfigError(
+            "phase is about checkpoints (--from=...), a recipe (--config=...) or layers (--positional=...): "
+            "give one of them."
+        )
+    if not args.source:
+        return descriptions.described(args)
+    targets = locate_all(args.source, None if args.steps is None else parse_steps(args.steps))
+    args.directory = targets[0].root / "analysis" / "phase"
+    found = []
+    for target in targets:
+        for path in target.paths:
+            source = open_source(path)
+            phase = source.metadata.get("phase", "")  # of a converted checkpoint, the name of its directory
+            name = " ".join(filter(None, dict.fromkeys((target.display_name, phase))))
+            found.append(Described(name, source.layers, source.training_length, source.model, path))
+    if args.out is None:
+        targets[0].write_marker()
+    return found
+
+
+def _targets(args: argparse.Namespace, one: Described) -> tuple[int, tuple[int, ...]]:
+    """The training length and the target lengths of a description."""
+    length = one.length if args.length is None else parse_length("--length", args.length, one.length or 0)
+    if length is None:
+        raise ConfigError("phase: --positional does not tell the training length. Give --length=TOKENS.")
+    targets = sorted({parse_length("--target", item, length) for item in args.target.split(",") if item.strip()})
+    if not targets or targets[0] <= length or targets[-1] >= 2**31:
+        raise ConfigError(
+            f"--target={args.target}: give lengths above the training length of {length:,} tokens and below 2^31."
+        )
+    return length, tuple(targets)
+
+
+def rotations(one: Described, lengths: tuple[int, Sequence[int]], methods: Sequence[str]) -> Iterator[Rotation]:
+    """The distinct rotations of a model, in the order of layers and heads.
+
+    Args:
+      lengths: of training, and the targets.
+      methods: of `METHODS`.
+    """
+    (length, targets), shape = lengths, one.model
+
+    def inv_freq(method: str, target: int) -> Float[np.ndarray, "N H R"]:
+        layers = layers_under(method, one.layers, target, length)
+        schedule = build_schedule(layers, shape.heads, shape.kv_heads, shape.head_dim, target)
+        high, low = np.moveaxis(np.asarray(schedule.fixed_freq, np.float64), -1, 0)
+        return (high + low * 2.0**-32) * 2.0**-32 * (2 * math.pi)
+
+    trained = inv_freq("as trained", length)
+    scaled = {(n, method): inv_freq(method, n) for n in targets for method in methods}
+    places: dict[Any, list[tuple[int, int]]] = {}
+    for n, layer in enumerate(one.layers):
+        for h in range(shape.heads):
+            places.setdefault((layer, trained[n, h].tobytes()), []).append((n, h))
+    for (layer, _), at in places.items():
+        n, h = at[0]
+        of = sorted({m for m, _ in at})
+        where = f"layer{'s' * (len(of) > 1)} {ranges(of)}"
+        if len(at) < len(of) * shape.heads:
+            where += f", heads {ranges(sorted({head for m, head in at if m == n}))}"
+        here = {key: values[n, h] for key, values in scaled.items()}
+        yield Rotation(one.name, where, label(layer), length, trained[n, h], here, layer.window)
+
+
+def _largest_errors(inv_freq: Float[np.ndarray, " R"], position: int) -> dict[str, Float[np.ndarray, " R"]]:
+    positions = np.arange(max(0, position - AROUND + 1), position + 1)
+    return {name: errors.max(0) for name, errors in rounding_errors(inv_freq, positions).items()}
+
+
+def _counted(count: int, total: int) -> str:
+    return f"{count} ({count / total:.0%})"
+
+
+def _range_tables(found: Sequence[Rotation], methods: Sequence[str]) -> tuple[TextTable, TextTable]:
+    complete, scaled = [], []
+    for one in found:
+        lengths = sorted({n for n, _ in one.targets})
+        cells = [f"{n:,}: {_counted(one.incomplete(n), one.rotating)}" for n in (one.length, *lengths)]
+        complete.append((one.title, str(one.rotating), cells[0], "  ".join(cells[1:])))
+        for target in lengths:
+            for method in methods:
+                count, gamma = int(one.outside(target, method).sum()), one.gamma(target, method)
+                needed = f"{one.reach(one.length) / one.reach(target):.4g}"
+                given = "-" if math.isnan(gamma) else f"{gamma:.4g}"
+                scaled.append((one.title, method, f"{target:,}", _counted(count, one.rotating), needed, given))
+    return (
+        TextTable(
+            "Rotating pairs that complete no cycle, as trained",
+            ("layers", "rotating", "in the training length", "in the target lengths"),
+            tuple(complete),
+        ),
+        TextTable(
+            "Pairs with phases outside their trained range, and gamma: the largest factor on a pair without a cycle",
+            ("layers", "method", "target", "outside", "gamma needed", "gamma of the method"),
+            tuple(scaled),
+            words=2,
+        ),
+    )
+
+
+def _precision_table(found: Sequence[Rotation]) -> TextTable:
+    """What numbers of a precision can tell of a rotation by one token."""
+    rows = []
+    for one in found:
+        rotating, d = one.trained[one.trained > 0], 2 * len(one.trained)
+        for name, bits in PRECISIONS.items():
+            cosine, sine = slowest_cosine(bits), slowest_sine(bits)
+            counts = [_counted(int((rotating <= w).sum()), len(rotating)) for w in (cosine, sine)]
+            bases = [largest_base(*x) for x in ((cosine, d), (sine, d), (cosine, d, one.length))]
+            rows.append((one.title, name, f"{cosine:.3g}", *counts, *(f"{base:.4g}" for base in bases)))
+    header = ("layers", "precision", "w_cos", "cos(w) is 1", "sin(w) is lost", "base by cos", "by sin", "by cos at L")
+    return TextTable("Pairs that a precision cannot tell from unrotated ones at distance 1", header, tuple(rows), 2)
+
+
+def _sentences(one: Rotation, methods: Sequence[str], errors: Mapping[str, np.ndarray], position: int) -> list[str]:
+    target = min(n for n, _ in one.targets)
+    slow, reach = one.incomplete(one.length), one.reach(one.length)
+    product, rounded, fixed = (errors[name].max() for name in COMPUTED)
+    parts = [f"{method} {int(one.outside(target, method).sum())}" for method in methods]
+    sentences = [
+        f"{one.title}: {slow} of {one.rotating} rotating pairs complete no cycle in {reach:,} tokens. In sequences of "
+        f"{target:,} tokens, pairs with phases outside the trained range are: {', '.join(parts)}. To keep all inside, "
+        f"a scaling must multiply these {slow} frequencies by at most {reach / one.reach(target):.4g}.",
+        f"{one.title}: at position {position:,} a phase is off by up to {product:.2g} rad as a float32 product, "
+        f"{rounded:.2g} rad with bfloat16 positions, and {fixed:.1g} rad in pe_lab's fixed point.",
+    ]
+    base, head_dim, length, stated = PAPER
+    reference, _ = frequencies(Rope(base), head_dim)
+    if len(reference) == len(one.trained) and np.allclose(one.trained, reference, rtol=1e-9, atol=0):
+        counted = incomplete_pairs(reference, length)
+        sentences.append(
+            f"{one.title}: DroPE (section 4.1) states at least {stated} pairs without a cycle at {length:,} tokens for "
+            f"this spectrum; counted, there are {counted}."
+        )
+    return sentences
+
+
+def _range_figure(one: Rotation, suffix: str) -> Figure:
+    """The phase at the end of a sequence, by pair, in cycles: as trained, and at each target under each method."""
+    shown = np.flatnonzero(one.trained > 0)
+    x, end = shown.astype(np.float64), one.reach(one.length)
+    trained = one.trained[shown] * end / (2 * math.pi)
+    panels = []
+    for method in dict.fromkeys(method for _, method in one.targets):
+        lines = [Line(f"trained, {one.length:,} tokens", x, trained)]
+        for target in sorted({n for n, _ in one.targets}):
+            cycles = one.targets[target, method][shown] * one.reach(target) / (2 * math.pi)
+            lines.append(Line(f"{target:,} tokens", x, cycles))
+        lines.append(Line("one cycle", x, np.ones_like(x)))
+        panels.append((method, tuple(lines)))
+    slow = shown[trained < 1]
+    return LineCharts(
+        f"phase_range{suffix}",
+        f"Phase at the largest distance: {one.title}",
+        "In cycles. A pair below one cycle in training has phases outside its trained range wherever a line is above "
+        "the trained one (DroPE, section 4.1).",
+        tuple(panels),
+        "pair of channels, from fast to slow",
+        "cycles",
+        log_y=True,
+        marks=((float(slow[0]), "no cycle from here on"),) if len(slow) else (),
+    )
+
+
+def _rounding_figure(one: Rotation, largest: Mapping[int, Mapping[str, np.ndarray]], suffix: str) -> Figure:
+    shown = np.flatnonzero(one.trained > 0)
+    x = shown.astype(np.float64)
+    panels = []
+    for n, errors in largest.items():
+        values = {**errors, "2 u n w": product_bound(one.trained, n)}
+        lines = [Line(name, x, np.where(y[shown] > 0, y[shown], np.nan)) for name, y in values.items()]
+        panels.append((f"n = {n:,}", tuple(lines)))
+    return LineCharts(
+        f"phase_rounding{suffix}",
+        f"Rounding error of the phase: {one.title}",
+        f"The largest error at the {AROUND} positions up to n, against exact arithmetic. 2 u n w, with u = 2^-24, "
+        "bounds that of the float32 product.",
+        tuple(panels),
+        "pair of channels, from fast to slow",
+        "radians",
+        log_y=True,
+    )
+
+
+ANALYSIS = Analysis(
+    "phase",
+    "rotary phases: pairs outside their trained range, rounding errors, and the base that a precision allows",
+    "DroPE, section 4.1; arXiv 2602.10959",
+    _options,
+    _run,
+    models=False,
+)

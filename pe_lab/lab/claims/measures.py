@@ -1,0 +1,133 @@
+"""Numbers of one run, {metric: value}: of its evaluations and of its training log."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import numpy as np
+from jaxtyping import Float
+
+from pe_lab.errors import DataError
+from pe_lab.results.records import number
+from pe_lab.results.runs import Phase, read_runs
+from pe_lab.results.scores import measure
+from pe_lab.results.variants import VARIANTS
+from pe_lab.storage import AnyPath
+
+Measure = Callable[[AnyPath], Mapping[str, float]]
+SUITES = {"perplexity": "text", "needles": "needles"}
+# Of a spike: steps before it that it is compared with, robust standard deviations above them, steps that it lasts.
+WINDOW, DEVIATIONS, LASTS = 200, 6.0, 50
+
+
+def together(*measures: Measure) -> Measure:
+    """All numbers of several measures."""
+
+    def measured(directory: AnyPath) -> dict[str, float]:
+        return {name: value for one in measures for name, value in one(directory).items()}
+
+    return measured
+
+
+def scores(directory: AnyPath) -> dict[str, float]:
+    """The numbers of `pe_lab.evaluate` for the last checkpoint: `text 4x`, `needles 4x YaRN`, `niah:standard 2x`.
+
+    Texts are the loss in nats per token, the mean over the sources; needles and prompted tasks the share found, and
+    `niah 2x` the mean over the tasks of a suite. At the end is the name of a method other than as trained.
+    """
+    (run,) = read_runs([directory])
+    last, found = run.phases[-1].name, {}
+    for suite in run.evaluation.values():
+        for record in suite:
+            cell, factor = measure(record), number(record, "factor")
+            if cell is None or factor is None or record.get("phase") not in (None, last):
+                continue
+            kind = str(record.get("suite", ""))
+            source = str(record.get("source"))
+            method = str(record.get("method", ""))
+            variant = "" if method == VARIANTS[0] else f" {method}"
+            value = cell.score if cell.higher_is_better else -cell.score  # nats, not a perplexity
+            for of in ("",) if kind in SUITES else ("", f":{source}"):
+                name = f"{SUITES.get(kind, kind)}{of} {factor:g}x{variant}"
+                found.setdefault(name, {})[source] = (number(record, "step") or 0.0, value)
+    latest = {name: max(step for step, _ in each.values()) for name, each in found.items()}
+    kept = {name: [v for step, v in each.values() if step == latest[name]] for name, each in found.items()}
+    return {name: math.fsum(values) / len(values) for name, values in kept.items()}
+
+
+def losses(directory: AnyPath) -> dict[str, float]:
+    """The last validation loss of each source, in nats per token: `validation`, `validation prose`."""
+    (run,) = read_runs([directory])
+    found = {}
+    for name in validation_names(run.phases[-1]):
+        series = run.phases[-1].series(name)
+        found[name.replace("validation_loss", "validation").replace("/", " ")] = series[-1][1]
+    return found
+
+
+def validation_names(phase: Phase) -> list[str]:
+    """The validation losses that a phase has logged."""
+    names = dict.fromkeys(name for record in phase.metrics for name in record if name.startswith("validation_loss"))
+    if not names:
+        raise DataError(f"phase '{phase.name}' has logged no validation loss: lower log.validate_every_steps.")
+    return list(names)
+
+
+def spikes(directory: AnyPath) -> dict[str, float]:
+    """How often the training loss jumped and stayed above, `loss spikes`, and by how much, `loss excess`, in nats.
+
+    Partial RoPE's spikes are losses that do not come back soon, or at all; a single high loss is none. A logged loss
+    that is no finite number, or null, is that of a run that has diverged.
+    """
+    (run,) = read_runs([directory])
+    found = {"loss spikes": 0.0, "loss excess": 0.0}
+    for phase in run.phases:
+        logged = {}
+        for record in phase.metrics:
+            step, loss = number(record, "step"), number(record, "loss")
+            if step is not None and "loss" in record and "event" not in record:  # events are not evenly spaced
+                logged[step] = math.nan if loss is None else loss
+        if len(logged) > 1:
+            steps, losses = np.asarray(sorted(logged.items()), np.float64).T
+            every = float(np.median(np.diff(steps)))
+            found["loss spikes"] += lasting_spikes(losses, round(WINDOW / every), round(LASTS / every))
+            found["loss excess"] = max(found["loss excess"], largest_excess(losses, round(LASTS / every)))
+    return found
+
+
+def lasting_spikes(losses: Float[np.ndarray, " n"], window: int, lasts: int, deviations: float = DEVIATIONS) -> int:
+    """How often `lasts` losses in a row lie above the running median by `deviations` robust standard deviations.
+
+    The median, and the deviation as 1.4826 times the median absolute deviation from it, are those of the last `window`
+    losses that did not lie above: a jump is judged against what was before it, and counts once, however long it lasts.
+    No finite loss is judged before `window` losses. One that is not finite lies above, wherever it is.
+    """
+    before: list[float] = []
+    found = above = 0
+    for loss in losses:
+        middle = float(np.median(before)) if before else math.inf
+        spread = 1.4826 * float(np.median(np.abs(np.asarray(before) - middle))) if before else 0.0
+        judged = len(before) >= max(window, 2)
+        if not math.isfinite(loss) or (judged and loss > middle + deviations * spread):
+            above += 1
+            found += above == max(lasts, 1)
+        else:
+            above = 0
+            before = [*before[1 - max(window, 2) :], float(loss)]
+    return found
+
+
+def largest_excess(losses: Float[np.ndarray, " n"], lasts: int) -> float:
+    """How far the running median of `lasts` losses rises above its lowest value before, in nats; 0 if it only falls.
+
+    A loss that is not finite counts as the largest that is, mostly that of random weights: an infinite excess would
+    have no mean and no interval. It is 0 where none is finite.
+    """
+    known = np.isfinite(losses)
+    if not known.any():
+        return 0.0
+    width = min(max(lasts, 1), len(losses))
+    finite = np.where(known, losses, np.max(losses[known]))
+    smooth = np.median(np.lib.stride_tricks.sliding_window_view(finite, width), axis=1)
+    return float(np.max(smooth - np.minimum.accumulate(smooth)))

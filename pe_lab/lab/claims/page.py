@@ -1,0 +1,196 @@
+"""The pages of all claims: docs/claims.md, and one HTML page."""
+
+from __future__ import annotations
+
+import base64
+import datetime
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pe_lab.lab.claims.figure import draw
+from pe_lab.lab.claims.results import described, leading, rule_changes
+from pe_lab.lab.claims.verdict import CONFIRMED, EQUIVALENT, OPEN, REFUTED, UNTESTABLE
+from pe_lab.page.markup import Markup, element, folded
+from pe_lab.page.stylesheet import CSS
+from pe_lab.results.formatting import count
+from pe_lab.results.records import as_dict, mappings
+
+BEGIN, END = "<!-- made by `python -m pe_lab.claims --write`: do not edit below -->", "<!-- end of what is made -->"
+# verdict: colour of the stylesheet
+LOOKS = {CONFIRMED: "win", REFUTED: "loss", EQUIVALENT: "soft", OPEN: "soft", UNTESTABLE: "soft"}
+HEADER = ("claim", "paper", "verdict", "what decided, with its interval", "size", "seeds", "minutes")
+
+
+def table_rows(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """A row of texts for each result, under `HEADER`."""
+    rows = []
+    for result in results:
+        one = leading(result)
+        rows.append(
+            [
+                result["sentence"],
+                result["paper"],
+                result["verdict"],
+                f"{one['text']}: {described(one)}",
+                result["size"],
+                str(len(result["seeds"])),
+                f"{result['minutes']:.0f}",
+            ]
+        )
+    return rows
+
+
+def markdown(results: Sequence[Mapping[str, Any]], figures: str) -> str:
+    """The generated part of docs/claims.md; `figures` is the directory of the figures, as the page links to it."""
+    header = ["| " + " | ".join(("name", *HEADER)) + " |", "|" + "---|" * (1 + len(HEADER))]
+    rows = [
+        "| " + " | ".join(map(_escaped, (f"[{result['claim']}](#{result['claim'].replace('_', '-')})", *row))) + " |"
+        for result, row in zip(results, table_rows(results), strict=True)
+    ]
+    return "\n".join([*header, *rows, "", *(_section(result, figures) for result in results)])
+
+
+def _section(result: Mapping[str, Any], figures: str) -> str:
+    name = result["claim"]
+    lines = [f"## {name.replace('_', '-')}", "", f"**{result['claim']}** ({result['paper']})", ""]
+    if result["quote"]:
+        lines += [f"> {result['quote']}", ""]
+    lines += [f"Verdict at {result['size']} size: **{result['verdict']}**.", ""]
+    if result["preconditions"]:
+        lines += ["| precondition | rule | measured [95% interval] | met |", "|---|---|---|---|"]
+        for one in mappings(result["preconditions"]):
+            cells = (one["text"], f"`{one['rule']}`", described(one), "yes" if one["met"] else "**no**")
+            lines.append("| " + " | ".join(map(_escaped, cells)) + " |")
+        lines.append("")
+    outcome = "outcome here, which says nothing about the claim" if result["verdict"] == UNTESTABLE else "outcome"
+    lines += [f"| criterion | rule | difference [95% interval] | {outcome} |", "|---|---|---|---|"]
+    for one in mappings(result["criteria"]):
+        cells = (one["text"], f"`{one['rule']}`", described(one), one["outcome"])
+        lines.append("| " + " | ".join(map(_escaped, cells)) + " |")
+    lines += ["", f"![{name}]({figures}/{name}.png)", ""]
+    lines += ["| arm | parameters | tokens | FLOPs | minutes a seed | at paper size |", "|---|---|---|---|---|---|"]
+    for arm, about in as_dict(result["arms"]).items():
+        paper = ", ".join(filter(None, [f"`{about['paper']}`" if about["paper"] else "–", about.get("paper_cost")]))
+        cells = (
+            arm,
+            count(about["parameters"]),
+            count(about["tokens"]),
+            f"{about['flops']:.2g}",
+            f"{about['seconds'] / 60:.1f}",
+            paper,
+        )
+        lines.append("| " + " | ".join(map(_escaped, cells)) + " |")
+    lines += ["", f"Command: `{result['command']}`", ""]
+    if result["tried"]:
+        lines += [" ".join(result["tried"].split()), ""]
+    for same_runs, words in ((True, "the same runs"), (False, "the same recipe and seeds, of runs that may be others")):
+        taken = {
+            arm: about["claim"]
+            for arm, about in as_dict(result.get("taken_from")).items()
+            if about["same_runs"] == same_runs
+        }
+        if taken:
+            of = ", ".join(f"`{arm}` of [{claim}](#{claim.replace('_', '-')})" for arm, claim in taken.items())
+            lines += [f"Numbers of {words}, measured in another claim: {of}.", ""]
+    if (changes := rule_changes(result)) > 0:
+        lines += [f"The rule was changed after a run, {changes} time{'s' * (changes > 1)}:", ""]
+        for one in mappings(result["history"]):
+            why = f" ({one['why']})" if one.get("why") else ""
+            lines.append(f"- {one['time'][:10]}{why}, then {one['verdict']}: {'; '.join(one['rule'])}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def with_generated(page: str, generated: str) -> str:
+    """A page with the part between its marks replaced; the marks are added at its end where it has none."""
+    if BEGIN not in page:
+        page = f"{page.rstrip()}\n\n{BEGIN}\n{END}\n"
+    head, _, rest = page.partition(BEGIN)
+    return f"{head}{BEGIN}\n\n{generated.strip()}\n\n{END}{rest.partition(END)[2]}"
+
+
+def html_page(results: Sequence[Mapping[str, Any]]) -> str:
+    """All results as one HTML document that refers to nothing outside itself."""
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", name="viewport", content="width=device-width,initial-scale=1"),
+        element("meta", name="color-scheme", content="light dark"),
+        element("title", "pe_lab: the claims"),
+        element("link", rel="icon", href="data:,"),
+        element("style", Markup(CSS)),
+    )
+    verdicts = [result["verdict"] for result in results]
+    counts = [element("div", element("dt", name), element("dd", str(verdicts.count(name)))) for name in LOOKS]
+    top = element(
+        "header",
+        element("p", "pe_lab claim", class_="kicker"),
+        element("h1", "The claims of the papers, tested"),
+        element("dl", counts, class_="summary"),
+    )
+    rows = [_html_row(result, row) for result, row in zip(results, table_rows(results), strict=True)]
+    main = element("main", element("h2", "Verdicts"), _html_table(HEADER, rows), *map(_html_section, results))
+    when = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="minutes")
+    footer = element("footer", f"Made by pe_lab.claims on {when}.")
+    return f"<!doctype html>\n{element('html', head, element('body', top, main, footer), lang='en')}\n"
+
+
+def _html_row(result: Mapping[str, Any], row: Sequence[str]) -> Markup:
+    """A row of the table at the top, whose claim leads to its section."""
+    claim, paper, verdict, difference, size, *numbers = row
+    link = element("a", claim, href=f"#{result['claim']}")
+    cells = [element("td", link, class_="text", style="min-width:36ch"), _html_text(paper)]
+    cells += [_html_verdict(verdict), _html_text(difference), _html_text(size)]
+    return element("tr", cells, *(element("td", number) for number in numbers))
+
+
+def _html_text(words: str) -> Markup:
+    return element("td", words, class_="text")
+
+
+def _html_verdict(verdict: str) -> Markup:
+    return element("td", element("b", verdict, style=f"color:var(--{LOOKS.get(verdict, 'soft')})"), class_="text")
+
+
+def _html_table(header: Sequence[str], rows: Sequence[Markup]) -> Markup:
+    named = element("tr", *(element("th", cell, class_="text") for cell in header))
+    return element("div", element("table", element("thead", named), element("tbody", *rows)), class_="scroll")
+
+
+def _html_section(result: Mapping[str, Any]) -> Markup:
+    picture = base64.b64encode(draw(result, "png")).decode()
+    rows = [
+        element("tr", _html_text(one["text"]), _html_text(described(one)), _html_verdict(one["outcome"]))
+        for one in mappings(result["criteria"])
+    ]
+    rows += [
+        element("tr", *map(_html_text, (one["text"], described(one), "met" if one["met"] else "not met")))
+        for one in mappings(result["preconditions"])
+    ]
+    stated = [*mappings(result["criteria"]), *mappings(result["preconditions"])]
+    rules = element("ul", *(element("li", element("code", one["rule"])) for one in stated))
+    about = f"{result['claim']} · {result['paper']} · {_scope(result)} · "
+    verdict = element("b", result["verdict"], style=f"color:var(--{LOOKS[result['verdict']]})")
+    tried = " ".join(str(result["tried"]).split())
+    return element(
+        "section",
+        element("h2", result["sentence"]),
+        element("p", about, verdict, class_="kicker"),
+        element("img", src=f"data:image/png;base64,{picture}", alt=result["sentence"], style="max-width:100%"),
+        element("blockquote", result["quote"]) if result["quote"] else None,
+        _html_table(("criterion or precondition", "difference, with its interval", "outcome"), rows),
+        element("pre", result["command"], class_="command"),
+        element("p", tried) if tried else None,
+        folded("The rule", rules),
+        id=result["claim"],
+    )
+
+
+def _scope(result: Mapping[str, Any]) -> str:
+    """Its seeds and size in words."""
+    seeds = len(result["seeds"])
+    return f"{seeds} seed{'s' * (seeds != 1)} at {result['size']} size"

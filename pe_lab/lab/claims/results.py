@@ -1,0 +1,406 @@
+"""The result of a claim as JSON, with its history, and what the pages and the terminal show of it."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pe_lab.errors import ConfigError, DataError, UserError
+from pe_lab.lab.claims.claim import Arm, Claim, claims_directory
+from pe_lab.lab.claims.verdict import (
+    CONFIRMED,
+    EQUIVALENT,
+    LEVEL,
+    OPEN,
+    REFUTED,
+    UNMEASURED,
+    UNTESTABLE,
+    Checked,
+    Judged,
+    Judgement,
+    Values,
+    arm_of,
+    judge,
+    number,
+    student,
+)
+from pe_lab.recipes import load_config
+from pe_lab.results.groups import SEEDS
+from pe_lab.results.records import as_dict, as_list, digest, finite, mappings
+from pe_lab.storage import AnyPath, is_file, read_json, write_json
+
+VERDICTS = (CONFIRMED, REFUTED, EQUIVALENT, OPEN, UNTESTABLE)
+
+
+def results_directory() -> Path:
+    """Where committed results are: claims/results."""
+    return claims_directory() / "results"
+
+
+def make_result(
+    claim: Claim,
+    size: str,
+    seeds: Sequence[int],
+    values: Values,
+    costs: Mapping[str, Mapping[str, float]],
+    command: str,
+    before: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The result of a claim as JSON.
+
+    Args:
+      claim: at this size.
+      values: of `running.collect`.
+      costs: of `running.costs`.
+      command: that makes it again.
+      before: the result that it replaces. If its rule was another one, the history says so.
+
+    Raises:
+      ConfigError: a number that a criterion names was not measured.
+    """
+    from pe_lab.training.machine import machine, versions
+
+    judgement = judge(claim.criteria, values, claim.preconditions)
+    seconds = sum(each["seconds"] * len(seeds) for each in costs.values())
+    return finite(
+        {
+            "claim": claim.name,
+            **_words(claim),
+            "size": size,
+            **_judged(claim, judgement, len(seeds), before),
+            "seeds": list(seeds),
+            "command": command,
+            "minutes": seconds / 60,
+            "time": _now(),
+            "arms": {
+                arm.name: {
+                    "recipe": arm.recipe,
+                    "surgery": arm.surgery,
+                    **_at_paper_size(claim, arm.name),
+                    **{key: costs[arm.name][key] for key in ("parameters", "tokens", "flops", "seconds")},
+                }
+                for arm in claim.all_arms
+            },
+            "values": {
+                arm: {metric: [found.get(seed) for seed in seeds] for metric, found in metrics.items()}
+                for arm, metrics in values.items()
+            },
+            "machine": machine(),
+            "versions": versions(),
+        }
+    )
+
+
+def judge_again(
+    claim: Claim, result: Mapping[str, Any], others: Sequence[Mapping[str, Any]], why: str
+) -> dict[str, Any]:
+    """A result under the rule that its claim has now, from the numbers that it has; no run is needed.
+
+    Numbers that the claim did not measure when it was run are those of other results, whose arm has the same recipe;
+    `taken_from` says which, of which, and whether they are of the same runs. References are measured, once for all
+    results: `others` has them then. A criterion on numbers that no run has logged is "not measured".
+
+    Args:
+      claim: at the result's size.
+      result: as `make_result` made it.
+      others: more results.
+      why: the rule was changed, for the history.
+
+    Raises:
+      ConfigError: a precondition's number is in none of them, or the numbers are those of another recipe.
+      DataError: the data of a reference cannot be read.
+    """
+    result = _without_taken(result)
+    values = {arm: dict(metrics) for arm, metrics in as_dict(result["values"]).items()}
+    arms = {name: dict(about) for name, about in as_dict(result["arms"]).items()}
+    taken: dict[str, Any] = {}
+    known = {arm.name: arm for arm in claim.all_arms}
+    for name in arms:
+        if name in values and name in known and not _same_arm(result, {"arms": {name: _recipe(known[name])}}, name):
+            raise ConfigError(f"claim '{claim.name}': arm '{name}' has another recipe than its runs. Run it again.")
+    for name in (arm.name for arm in claim.arms):
+        missing = _needed(claim, name) - set(values.get(name, {}))
+        if missing and (found := _with_numbers(known[name], missing, result, others)):
+            other, same_runs = found
+            if name not in values:
+                arms[name] = dict(other["arms"][name])
+            values.setdefault(name, {}).update({metric: other["values"][name][metric] for metric in sorted(missing)})
+            taken[name] = {"claim": other["claim"], "numbers": sorted(missing), "same_runs": same_runs}
+    for name, about in _references(claim).items():
+        if name in values and as_dict(result.get("references")).get(name) == about:
+            continue
+        kept = [
+            one["values"][name]
+            for one in others
+            if as_dict(one.get("references")).get(name) == about
+            and (one["seeds"], one["size"]) == (result["seeds"], result["size"])
+        ]
+        values[name] = kept[0] if kept else _measured(claim, name, result["seeds"])
+    for name, about in arms.items():
+        about |= _at_paper_size(claim, name)
+    now = {**result, **_words(claim), "arms": arms, "values": values}
+    judgement = judge(claim.criteria, _values(now), claim.preconditions, missing_is_unmeasured=True)
+    now |= _judged(claim, judgement, len(result["seeds"]), result, why)
+    return finite(now | ({"taken_from": taken} if taken else {}))
+
+
+def _without_taken(result: Mapping[str, Any]) -> dict[str, Any]:
+    """A result without the numbers that it has from others, so that they are chosen anew."""
+    values = {arm: dict(metrics) for arm, metrics in as_dict(result["values"]).items()}
+    arms = dict(as_dict(result["arms"]))
+    for name, about in as_dict(result.get("taken_from")).items():
+        for metric in about["numbers"]:
+            values.get(name, {}).pop(metric, None)
+        if not values.get(name):  # the arm was not in the claim when it was run
+            values.pop(name, None)
+            arms.pop(name, None)
+    return {key: value for key, value in result.items() if key != "taken_from"} | {"values": values, "arms": arms}
+
+
+def _recipe(arm: Arm) -> dict[str, str]:
+    return {"recipe": arm.recipe, "surgery": arm.surgery}
+
+
+def _references(claim: Claim) -> dict[str, dict[str, str]]:
+    """What the numbers of each reference are of: the recipe of its arm, and the name of its measure."""
+    recipes = {arm.name: arm.recipe for arm in claim.arms}
+    return {
+        name: {"recipe": recipes[one.arm], "measure": getattr(one.measure, "__name__", "")}
+        for name, one in claim.references.items()
+    }
+
+
+def _needed(claim: Claim, arm: str) -> set[str]:
+    """The numbers of an arm that the rule of a claim names."""
+    terms = [term for one in (*claim.criteria, *claim.preconditions) for term in one.terms]
+    return {term.partition(": ")[2] for term in terms if arm_of(term) == arm}
+
+
+def _with_numbers(
+    arm: Arm, metrics: set[str], result: Mapping[str, Any], others: Sequence[Mapping[str, Any]]
+) -> tuple[Mapping[str, Any], bool] | None:
+    """A result with numbers of an arm of the same recipe, for the same seeds, and whether they are of the same runs.
+
+    Of several, the one with the largest share of equal numbers; another result's own numbers alone count.
+    """
+    found = []
+    for other in map(_without_taken, others):
+        if (
+            _same_arm(other, {"arms": {arm.name: _recipe(arm)}}, arm.name)
+            and metrics <= set(as_dict(other["values"].get(arm.name)))
+            and (other["seeds"], other["size"]) == (result["seeds"], result["size"])
+        ):
+            found.append((_share_of_equal(result, other), other))
+    if not found:
+        return None
+    share, best = max(found, key=lambda one: one[0])
+    return best, share == 1
+
+
+def _same_arm(one: Mapping[str, Any], other: Mapping[str, Any], name: str) -> bool:
+    """Whether two results have an arm of a name, of the same recipe and surgery."""
+    both = [as_dict(as_dict(each["arms"]).get(name)) for each in (one, other)]
+    recipes = [(about.get("recipe"), about.get("surgery")) for about in both]
+    return all(both) and recipes[0] == recipes[1]
+
+
+def _share_of_equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
+    """Of the numbers that two results have of arms of the same recipe, the share that is equal in all seeds; 0 of none.
+
+    The seconds that an arm was trained for are such a number. Equal numbers that are the same in every seed, such as
+    all of the needles, are no evidence of the same runs, and are left out.
+    """
+    equal = []
+    for name in as_dict(one["arms"]):
+        if not _same_arm(one, other, name):
+            continue
+        seconds = [each["arms"][name].get("seconds") for each in (one, other)]
+        if all(seconds):
+            equal.append(seconds[0] == seconds[1])
+        theirs = as_dict(as_dict(other["values"]).get(name))
+        for metric, listed in as_dict(as_dict(one["values"]).get(name)).items():
+            if metric in theirs and not (listed == theirs[metric] and len(set(listed)) == 1):
+                equal.append(listed == theirs[metric])
+    return sum(equal) / len(equal) if equal else 0.0
+
+
+def _measured(claim: Claim, name: str, seeds: Sequence[int]) -> dict[str, list[float]]:
+    """{metric: a value for each seed} of a reference."""
+    reference = claim.references[name]
+    (arm,) = (one for one in claim.arms if one.name == reference.arm)
+    each = [reference.measure(load_config(arm.recipe, dict.fromkeys(SEEDS, str(seed)))) for seed in seeds]
+    return {metric: [one[metric] for one in each] for metric in each[0]}
+
+
+def _words(claim: Claim) -> dict[str, Any]:
+    """What a claim says and shows, apart from its numbers."""
+    return {
+        "sentence": claim.sentence,
+        "paper": claim.paper,
+        "quote": claim.quote,
+        "tried": claim.tried,
+        "curves": {panel: dict(lines) for panel, lines in claim.curves.items()},
+        "references": _references(claim),
+    }
+
+
+def _judged(
+    claim: Claim, judgement: Judgement, seeds: int, before: Mapping[str, Any] | None, why: str = ""
+) -> dict[str, Any]:
+    """Verdict, criteria, preconditions and history as JSON."""
+    history = mappings((before or {}).get("history"))
+    last = history[-1] if history else {}
+    if last.get("rule") != claim.rule or (why and last.get("verdict") != judgement.verdict):
+        history = [*history, {"time": _now(), "rule": claim.rule} | ({"why": why} if why else {})]
+    history[-1] = {**history[-1], "verdict": judgement.verdict, "seeds": seeds}
+    return {
+        "verdict": judgement.verdict,
+        "criteria": [_criterion(one) for one in judgement.judged],
+        "preconditions": [_precondition(one) for one in judgement.checked],
+        "history": history,
+    }
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def _at_paper_size(claim: Claim, arm: str) -> dict[str, str]:
+    recipe = claim.recipes.get(arm, "")
+    return {"paper": recipe, "paper_cost": _paper_cost(recipe)}
+
+
+def _paper_cost(recipe: str) -> str:
+    """What the recipe at the paper's size says it costs; "" without one."""
+    try:
+        return load_config(recipe).notes.cost if recipe else ""
+    except UserError:  # it takes its model from a checkpoint that is not here
+        return ""
+
+
+def _criterion(judged: Judged) -> dict[str, Any]:
+    criterion = judged.criterion
+    return {
+        "text": criterion.text,
+        "rule": criterion.rule,
+        "outcome": judged.outcome,
+        "against": judged.against,
+        "mean": judged.mean,
+        "low": judged.low,
+        "high": judged.high,
+        "level": judged.level,
+        "by": criterion.by,
+        "tolerance": criterion.tolerance,
+        "within": criterion.within,
+        "unit": criterion.unit,
+        "seeds": len(judged.differences),
+    }
+
+
+def _precondition(checked: Checked) -> dict[str, Any]:
+    return {
+        "text": checked.precondition.text,
+        "rule": checked.precondition.rule,
+        "mean": checked.mean,
+        "low": checked.low,
+        "high": checked.high,
+        "met": checked.met,
+    }
+
+
+def write_result(result: Mapping[str, Any], directory: AnyPath) -> AnyPath:
+    """Writes `directory/NAME.json`, atomically."""
+    return write_json(directory / f"{result['claim']}.json", dict(result))
+
+
+def read_result(name: str, directory: AnyPath) -> dict[str, Any] | None:
+    """A result; None if there is none.
+
+    Raises:
+      DataError: the file is no result.
+    """
+    path = directory / f"{name}.json"
+    if not is_file(path):
+        return None
+    found = read_json(path)
+    if found.get("verdict") not in VERDICTS or not mappings(found.get("criteria")):
+        raise DataError(f"'{path}' is no result of a claim. Move it away, and run the claim again.")
+    return found
+
+
+def read_results(directory: AnyPath | None = None) -> list[dict[str, Any]]:
+    """All results of a directory: those on papers' claims first, by paper, then ours."""
+    where = Path(str(directory)) if directory else results_directory()
+    found = [read_result(path.stem, where) for path in sorted(where.glob("*.json"))]
+    return sorted(filter(None, found), key=lambda one: (one["paper"].startswith("ours"), one["paper"]))
+
+
+@dataclass(frozen=True)
+class Point:
+    """A number over seeds: the mean and its 95% interval, whose ends are NaN of one seed."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def point(result: Mapping[str, Any], term: str) -> Point | None:
+    """The number "ARM: METRIC" of a result over its seeds; None where no seed has it."""
+    try:
+        listed = [*number(_values(result), term).values()]
+    except ConfigError:
+        return None
+    return Point(*student(listed, 0.95)) if listed else None
+
+
+def _values(result: Mapping[str, Any]) -> Values:
+    """The numbers of a result by arm, metric and seed."""
+    return {
+        arm: {
+            metric: {seed: float(v) for seed, v in zip(result["seeds"], as_list(listed), strict=False) if v is not None}
+            for metric, listed in as_dict(metrics).items()
+        }
+        for arm, metrics in as_dict(result["values"]).items()
+    }
+
+
+def effect(criterion: Mapping[str, Any], form: str = "+.3g") -> str:
+    """`+0.31 [+0.29, +0.33]` of a criterion, positive where the claim holds, or of a precondition.
+
+    An interval of another probability than 95% has it: it decided, widened for the number of comparisons.
+    """
+    numbers = [criterion.get(key) for key in ("mean", "low", "high")]
+    mean, low, high = (math.nan if n is None else float(n) for n in numbers)
+    level = float(criterion.get("level") or LEVEL)
+    if math.isnan(mean):
+        return UNMEASURED
+    at = "" if level == LEVEL else f" at {100 * level:.3g}%"
+    return f"{mean:{form}}" if math.isnan(low) else f"{mean:{form}} [{low:{form}}, {high:{form}}]{at}"
+
+
+def described(one: Mapping[str, Any]) -> str:
+    """The number of a criterion, with what it is over where the rule names several, or of a precondition."""
+    if "met" in one:
+        return f"{one['mean']:.3g}" if one["low"] == one["high"] else effect(one, ".3g")
+    return effect(one) + (f" over {one['against']}" if " each of (" in one["rule"] and one["against"] else "")
+
+
+def rule_changes(result: Mapping[str, Any]) -> int:
+    """How often the rule was changed after a run."""
+    return len({digest(one.get("rule")) for one in mappings(result.get("history"))}) - 1
+
+
+def leading(result: Mapping[str, Any]) -> dict[str, Any]:
+    """What stands for a claim in a table: of what decided the verdict, the first precondition or median criterion."""
+    unmet = [one for one in mappings(result.get("preconditions")) if not one["met"]]
+    if result["verdict"] == UNTESTABLE and unmet:
+        return unmet[0]
+    found = [one for one in mappings(result["criteria"]) if one["mean"] is not None]
+    decided = [one for one in found if one["outcome"] == result["verdict"]] or found or mappings(result["criteria"])
+    middle = statistics.median_low([float(one["mean"] or 0.0) for one in decided])
+    return next(one for one in decided if float(one["mean"] or 0.0) == middle)

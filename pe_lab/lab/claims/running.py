@@ -1,0 +1,310 @@
+"""Runs of claims: the cells of all arms and seeds, trained level by level, parents first, and their numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import math
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pe_lab.config import Config
+from pe_lab.errors import ConfigError, UserError
+from pe_lab.identity import config_hash
+from pe_lab.lab.claims.claim import Arm, Claim
+from pe_lab.lab.claims.measures import scores
+from pe_lab.lab.claims.verdict import Values
+from pe_lab.lab.sweeps import Runner, Sweep, run_sweep
+from pe_lab.lab.sweeps.cells import FILE, LAST_PHASE, Cell, load_sweep
+from pe_lab.lab.sweeps.state import COMPLETE, FAILED, CellState, is_trained, phases_of
+from pe_lab.parallel.mesh import AXES
+from pe_lab.recipes import explained, load_config
+from pe_lab.results.groups import SEEDS
+from pe_lab.results.records import digest, number
+from pe_lab.storage import AnyPath, exists, is_file, read_json, write_file, write_json
+
+
+class OutOfTime(Exception):
+    """The budget of `--budget` is spent; what was trained is saved."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """Cells that need none of each other: their arms are built on equally many others.
+
+    Attributes:
+      sweep: of the cells whose config is known.
+      edits: (arm, seed) whose parent is to be edited before its config is known.
+    """
+
+    sweep: Sweep
+    edits: tuple[tuple[Arm, int], ...] = ()
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        return self.sweep.asked
+
+
+def make_levels(
+    claim: Claim, size: str, seeds: Sequence[int], directory: AnyPath, overrides: Mapping[str, str] | None = None
+) -> list[Level]:
+    """The cells of a claim that is at this size (`Claim.at`), parents first; writes nothing.
+
+    Raises:
+      ConfigError: the config of an arm is wrong.
+    """
+    depths = sorted({arm.depth for arm in claim.all_arms})
+    return [_make_level(claim, depth, size, seeds, directory, overrides or {}) for depth in depths]
+
+
+def _make_level(
+    claim: Claim, depth: int, size: str, seeds: Sequence[int], directory: AnyPath, overrides: Mapping[str, str]
+) -> Level:
+    from pe_lab.training.inheritance import inherit
+
+    cells: list[Cell] = []
+    edits: list[tuple[Arm, int]] = []
+    for arm in (arm for arm in claim.all_arms if arm.depth == depth):
+        for seed in seeds:
+            if arm.surgery and not exists(arm.start(directory, seed)):
+                edits.append((arm, seed))
+                continue
+            name, reference = arm.cell(seed), arm.reference(size, directory, seed)
+            keys = {**overrides, **dict.fromkeys(SEEDS, str(seed))}
+            try:
+                config = load_config(reference, keys, functools.partial(inherit, workdir=directory / name))
+            except UserError as error:
+                raise type(error)(f"arm '{arm.name}': {error}") from None
+            cells.append(Cell(name, {"arm": arm.name}, seed, reference, keys, config))
+    described = {"recipe": f"claims-{size}", "overrides": dict(overrides), "grid": {"arm": []}, "seeds": []}
+    before = load_sweep(directory).cells if exists(directory / FILE) else ()
+    known = {cell.name: cell for cell in before}
+    for cell in cells:
+        if cell.name in known and config_hash(known[cell.name].config) != config_hash(cell.config):
+            raise ConfigError(
+                f"'{directory / cell.name}' is a run of arm '{cell.setting['arm']}' from before its recipe changed. "
+                "Move it away, or give another --workdir."
+            )
+    names = frozenset(cell.name for cell in cells)
+    others = [cell for cell in before if cell.name not in names]
+    evaluation = None if claim.evaluation is None else (LAST_PHASE, *claim.evaluation)
+    return Level(Sweep(directory, (*others, *cells), names, evaluation, described), tuple(edits))
+
+
+def _edit(level: Level, show: Callable[[str], None]) -> None:
+    """Edits the parents of a level's arms; `ConfigError` with the reason of one that fails."""
+    directory = level.sweep.directory
+    for arm, seed in level.edits:
+        assert arm.parent is not None
+        to = arm.start(directory, seed)
+        show(f"surgery {arm.surgery} for {arm.cell(seed)}")
+        line = ["-m", "pe_lab.surgery", f"--from={directory / arm.parent.cell(seed)}", f"--to={to}"]
+        done = subprocess.run(
+            [sys.executable, *line, *shlex.split(arm.surgery)], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            reason = (done.stderr or done.stdout).strip().splitlines()[-1:] or [f"status {done.returncode}"]
+            raise ConfigError(f"arm '{arm.name}': surgery {arm.surgery}: {reason[0].removeprefix('error: ')}")
+        write_file(directory / "logs" / f"{arm.cell(seed)}.surgery.log", done.stdout)
+
+
+def unfinished(level: Level) -> list[Cell]:
+    """The cells that are not trained."""
+    return [cell for cell in level.cells if not is_trained(level.sweep.directory / cell.name, phases_of(cell))]
+
+
+def train(
+    claim: Claim,
+    plan: Callable[[], list[Level]],
+    runner: Runner | None,
+    retry: bool,
+    command: str,
+    look: Callable[[Sequence[CellState]], None],
+    deadline: float | None = None,
+    show: Callable[[str], None] = print,
+) -> tuple[list[CellState], bool]:
+    """Trains and evaluates all cells; returns the states of the last level that was begun, and whether it was stopped.
+
+    Arms that are only started from are trained, and not evaluated. `plan` makes the levels.
+
+    Raises:
+      OutOfTime: `deadline`, by time.monotonic(), has come; the cells have saved.
+    """
+
+    def watched(states: Sequence[CellState]) -> None:
+        look(states)
+        if deadline is not None and time.monotonic() > deadline and any(s.state != COMPLETE for s in states):
+            raise OutOfTime(claim.name)
+
+    listed = {arm.name for arm in claim.arms}
+    states: list[CellState] = []
+    for depth in range(len(plan())):
+        # Planned anew each time: the configs of this level take over what only trained parents have.
+        level = plan()[depth]
+        if level.edits:
+            _edit(level, show)
+            level = plan()[depth]
+        for evaluated in (False, True):
+            names = frozenset(cell.name for cell in level.cells if (cell.setting["arm"] in listed) == evaluated)
+            if not names:
+                continue
+            sweep = dataclasses.replace(
+                level.sweep, names=names, evaluation=level.sweep.evaluation if evaluated else None
+            )
+            _, states, stopped = run_sweep(sweep, runner, retry, command, watched)
+            states = [state for state in states if state.cell.name in names]
+            if stopped or any(state.state != COMPLETE for state in states):
+                return states, stopped
+    return states, False
+
+
+def failed(states: Sequence[CellState]) -> list[CellState]:
+    """The cells that have failed."""
+    return [state for state in states if state.state == FAILED]
+
+
+def collect(claim: Claim, levels: Sequence[Level], show: Callable[[str], None] = print) -> Values:
+    """The numbers of all trained cells of the claim's arms, and of its references, {arm: {metric: {seed: value}}}.
+
+    What a claim's own function measures is kept in `measures/CLAIM` of the directory, by the run's config and logs and
+    the code that measures, and not measured twice.
+    """
+    listed = {arm.name for arm in claim.arms}
+    values: dict[str, dict[str, dict[int, float]]] = {
+        name: {} for name in (*(arm.name for arm in claim.arms), *claim.references)
+    }
+    for level in levels:
+        left = {cell.name for cell in unfinished(level)}
+        for cell in level.cells:
+            if cell.setting["arm"] not in listed or cell.name in left:
+                continue
+            run, where = level.sweep.directory / cell.name, level.sweep.directory / "measures"
+            measures: dict[str, Mapping[str, float]] = {}
+            if claim.measure is scores:
+                measures[cell.setting["arm"]] = scores(run)
+            if not measures:
+                path = where / claim.name / f"{cell.name}.json"
+                key = [_code(claim.file, inspect.getfile(scores)), records_digest(run, claim.evaluation is not None)]
+                measures[cell.setting["arm"]] = _kept(
+                    path, cell, key, claim.file, lambda run=run: claim.measure(run), show
+                )
+            for name, reference in claim.references.items():
+                if reference.arm == cell.setting["arm"]:
+                    path, code = where / name / f"{cell.name}.json", inspect.getfile(reference.measure)
+                    measures[name] = _kept(
+                        path, cell, [_code(code)], code, lambda of=reference.measure, cell=cell: of(cell.config), show
+                    )
+            for name, found in measures.items():
+                for metric, value in found.items():
+                    values[name].setdefault(metric, {})[int(cell.seed or 0)] = float(value)
+    return values
+
+
+def _code(*files: str) -> str:
+    """A digest of code that measures: of files, and of those that they import from their directory (`from .arms`)."""
+    found: dict[Path, str] = {}
+    left = [Path(file) for file in files]
+    while left:
+        path = left.pop()
+        if path not in found and path.is_file():
+            found[path] = path.read_text()
+            left += [path.with_name(f"{name}.py") for name in re.findall(r"^from \.(\w+)", found[path], re.MULTILINE)]
+    return digest(sorted((path.name, text) for path, text in found.items()))
+
+
+def records_digest(run: AnyPath, evaluated: bool) -> str:
+    """A digest of what a run has logged in training, and of its evaluations if it is `evaluated` for the claim."""
+    from pe_lab.results.runs import read_runs
+
+    (read,) = read_runs([run])
+    return digest([[phase.metrics for phase in read.phases], read.evaluation if evaluated else {}])
+
+
+def _kept(
+    path: AnyPath,
+    cell: Cell,
+    key: Sequence[str],
+    code: str,
+    measure: Callable[[], Mapping[str, float]],
+    show: Callable[[str], None],
+) -> Mapping[str, float]:
+    """The numbers of a cell from `path`, or measured and kept there.
+
+    Args:
+      key: of all that they depend on, apart from the cell's config.
+      code: the file that an error of `measure` is blamed on.
+    """
+    key = [config_hash(cell.config), *key]
+    if is_file(path) and (known := read_json(path)).get("key") == key:
+        return known["values"]
+    show(f"measuring {cell.name}: {path.parent.name}")
+    with explained(code, "claim"):
+        values = {name: float(value) for name, value in measure().items()}
+    write_json(path, {"key": key, "values": values})
+    return values
+
+
+def costs(levels: Sequence[Level]) -> dict[str, dict[str, float]]:
+    """{arm: parameters, tokens and FLOPs of one seed, and the mean seconds of its trained cells}.
+
+    What cannot be known yet, since data are not prepared, is NaN.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for level in levels:
+        for cell in level.cells:
+            arm = cell.setting["arm"]
+            if arm not in found:
+                found[arm] = {**_planned(cell.config), "seconds": []}
+            seconds = [_seconds(level.sweep.directory / cell.name / phase.name) for phase in cell.config.phases]
+            if all(seconds):
+                found[arm]["seconds"].append(sum(seconds))
+    for each in found.values():
+        each["seconds"] = sum(each["seconds"]) / len(each["seconds"]) if each["seconds"] else 0.0
+    return found
+
+
+def _planned(config: Config) -> dict[str, float]:
+    """Parameters, tokens and FLOPs of a run, on the fewest devices that its mesh divides."""
+    from pe_lab.parallel.topology import parse_topology
+    from pe_lab.planning.plan import make_plan
+
+    fixed = math.prod(max(getattr(config.mesh, axis), 1) for axis in AXES)
+    try:
+        plan = make_plan(config, parse_topology(f"h100:{fixed}" if fixed > 1 else "cpu:1"))
+    except UserError:
+        return dict.fromkeys(("parameters", "tokens", "flops"), math.nan)
+    return {
+        "parameters": plan.model.num_parameters,
+        "tokens": sum(phase.tokens for phase in plan.phases),
+        "flops": sum(phase.total_flops for phase in plan.phases),
+    }
+
+
+def _seconds(phase: AnyPath) -> float:
+    """The seconds that a phase was trained for, over all of its sessions; 0 if it is not complete."""
+    from pe_lab.results.runs import read_runs
+
+    try:
+        (run,) = read_runs([phase.parent])
+    except UserError:
+        return 0.0
+    total, last = 0.0, 0.0
+    for record in run.phase(phase.name).speed if run.phase(phase.name) else []:
+        seconds = number(record, "seconds") or 0.0
+        total += last if seconds < last else 0.0
+        last = seconds
+    return total + last
+
+
+def flops_left(levels: Sequence[Level]) -> float:
+    """The FLOPs of the cells that are not trained."""
+    known = costs(levels)
+    return sum(known[cell.setting["arm"]]["flops"] for level in levels for cell in unfinished(level))

@@ -1,0 +1,298 @@
+"""The rule of a claim: preconditions, criteria, each a difference with an interval over seeds, and the verdict.
+
+A criterion names a margin: `by`, how large a gain counts; `tolerance`, how much worse is as good; or `within`, how far
+apart is equal. It is judged by where the interval of its difference lies (Student's t, paired by seed):
+
+| criterion | confirmed | equivalent | refuted |
+|---|---|---|---|
+| better `by` more than m | above m | between -m and m | below -m |
+| as good, `tolerance` m | above -m | | below -m |
+| equal, `within` m | | between -m and m | beyond -m or m |
+
+Otherwise it is not settled. The interval has 95%; one within the margins is two one-sided tests of equivalence, each at
+2.5%. To refute, it is widened by Bonferroni's correction for all comparisons of the claim, since one of them is enough;
+confirming needs all of them, which is conservative by itself. A criterion against several numbers is compared with each
+of them: the best one of each seed would be better than all where all are equal, by the noise of the seeds.
+
+So a claim that one recipe gains over itself, under another name, is confirmed or refuted in fewer than 5 of 100
+claims, however many criteria there are; a claim that it is as good or equal is refuted in fewer than 5, and confirmed
+the more often, the wider its margin is beside the noise of the seeds. A difference that is exactly the margin is on
+either side in fewer than 3: tests/lab/claims/test_claim_verdict.py.
+
+A precondition is judged by its mean over seeds, not by an interval: it is a bound on the model, not a claim about it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from pe_lab.errors import ConfigError
+
+MINUS = " - "  # between the two numbers of a difference
+CONFIRMED, EQUIVALENT, REFUTED, OPEN = "confirmed", "equivalent", "refuted", "not settled"
+UNMEASURED = "not measured"  # a criterion whose number the runs did not log
+UNTESTABLE = "not testable at this size"  # a claim with a precondition that is not met
+LEVEL = 0.95
+Values = Mapping[str, Mapping[str, Mapping[int, float]]]  # {arm: {metric: {seed: value}}}
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """One sentence of a claim: a number of one arm is better than those of others, as good, or equal.
+
+    Attributes:
+      text: the sentence.
+      of: "ARM: METRIC", or the difference of two, "ARM: METRIC - ARM: METRIC".
+      over: other such numbers, with each of which `of` is compared; none: `of` is compared with 0.
+      lower: whether lower is better.
+      by: a gain counts if it is larger, in the metric's units.
+      tolerance: of a claim that `of` is at least as good: so much worse is as good.
+      within: of a claim that both are equal: so far apart is equal.
+      unit: of the difference, for the figure; criteria of one unit share an axis.
+    """
+
+    text: str
+    of: str
+    over: tuple[str, ...] = ()
+    lower: bool = False
+    by: float = 0.0
+    tolerance: float = 0.0
+    within: float = 0.0
+    unit: str = ""
+
+    def __post_init__(self) -> None:
+        _check_terms(f"criterion {self.text!r}", self.terms)
+        margins = [self.by, self.tolerance, self.within]
+        if min(margins) < 0 or sum(margin > 0 for margin in margins) > 1:
+            raise ConfigError(f"criterion {self.text!r}: give one of `by`, `tolerance` and `within`, above 0.")
+        if not any(margins):
+            raise ConfigError(f"criterion {self.text!r}: `by` is missing: how large a difference counts?")
+        if self.within and len(self.over) > 1:
+            raise ConfigError(f"criterion {self.text!r}: `within` compares with one number.")
+
+    @property
+    def terms(self) -> list[str]:
+        """Every "ARM: METRIC" that it names."""
+        return [one for whole in (self.of, *self.over) for one in whole.split(MINUS)]
+
+    @property
+    def margin(self) -> float:
+        """The difference that counts, whatever the kind."""
+        return self.by or self.tolerance or self.within
+
+    @property
+    def rule(self) -> str:
+        """The comparison in words."""
+        sign = "<" if self.lower else ">"
+        others = {0: "0", 1: self.over[0] if self.over else ""}.get(len(self.over), f"each of ({'; '.join(self.over)})")
+        if self.tolerance:
+            return f"{self.of} {sign} {others} {'+' if self.lower else '-'} {self.tolerance:g}"
+        if self.within:
+            return f"{self.of} = {others}, within {self.within:g}"
+        return f"{self.of} {sign} {others}, by more than {self.by:g}"
+
+
+@dataclass(frozen=True)
+class Precondition:
+    """A measured sentence without which the question of a claim cannot be asked at its size.
+
+    Attributes:
+      text: the sentence, with what the paper has.
+      of: the number, a term as that of a criterion.
+      least, most: the bounds of its mean over seeds.
+    """
+
+    text: str
+    of: str
+    least: float | None = None
+    most: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_terms(f"precondition {self.text!r}", self.terms)
+        if self.least is None and self.most is None:
+            raise ConfigError(f"precondition {self.text!r}: give `least` or `most`.")
+
+    @property
+    def terms(self) -> list[str]:
+        """Every "ARM: METRIC" that it names."""
+        return self.of.split(MINUS)
+
+    @property
+    def rule(self) -> str:
+        """The bounds in words."""
+        bounds = {">=": self.least, "<=": self.most}
+        return f"if {self.of} {' and '.join(f'{sign} {one:g}' for sign, one in bounds.items() if one is not None)}"
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A criterion with its difference, positive where the claim holds; intervals are NaN with fewer than two seeds.
+
+    Attributes:
+      against: the term of `over` that decided: of several, the one over which the least is gained; "" without one.
+      differences: {seed: difference}.
+      low, high: the interval that decided, of probability `level`.
+      outcome: confirmed, equivalent, refuted, not settled, or not measured.
+    """
+
+    criterion: Criterion
+    against: str
+    differences: Mapping[int, float]
+    mean: float
+    low: float
+    high: float
+    level: float
+    outcome: str
+
+    @property
+    def holds(self) -> bool:
+        """Whether the sentence of the criterion is shown."""
+        return self.outcome == (EQUIVALENT if self.criterion.within else CONFIRMED)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A precondition with its number over seeds."""
+
+    precondition: Precondition
+    mean: float
+    low: float
+    high: float
+    met: bool
+
+
+class Judgement(NamedTuple):
+    """What the numbers of a claim say."""
+
+    judged: list[Judged]
+    verdict: str
+    checked: list[Checked]
+
+
+def _check_terms(where: str, terms: Sequence[str]) -> None:
+    for term in terms:
+        if not all(part.strip() for part in term.partition(": ")[::2]):
+            raise ConfigError(f"{where}: {term!r} must be 'ARM: METRIC'.")
+
+
+def arm_of(term: str) -> str:
+    """The arm of "ARM: METRIC"."""
+    return term.partition(": ")[0]
+
+
+def number(values: Values, term: str) -> Mapping[int, float]:
+    """{seed: value} of "ARM: METRIC", or of the difference "ARM: METRIC - ARM: METRIC" on the seeds of both.
+
+    Raises:
+      ConfigError: there is no such number; the message names those that the arm has.
+    """
+    if MINUS in term:
+        first, second = (number(values, one) for one in term.split(MINUS, 1))
+        return {seed: first[seed] - second[seed] for seed in first if seed in second}
+    arm, _, metric = term.partition(": ")
+    if arm not in values:
+        raise ConfigError(f"'{term}': no arm is called '{arm}'. Arms: {', '.join(values)}.")
+    found = values[arm].get(metric)
+    if found is None:
+        raise ConfigError(f"'{term}': '{arm}' has no number '{metric}'. It has: {', '.join(values[arm]) or 'none'}.")
+    return found
+
+
+def differences_of(criterion: Criterion, values: Values, against: str = "") -> dict[int, float]:
+    """{seed: how much better `of` is than `against`, a term of `over`, or than 0} for the seeds that have both."""
+    of = number(values, criterion.of)
+    other = number(values, against) if against else dict.fromkeys(of, 0.0)
+    sign = -1.0 if criterion.lower else 1.0
+    return {seed: sign * (of[seed] - other[seed]) for seed in sorted(set(of) & set(other))}
+
+
+def student(differences: Sequence[float], level: float) -> tuple[float, float, float]:
+    """The mean and its interval by Student's t, two-sided with probability `level`; NaN ends of one value or none."""
+    n = len(differences)
+    mean = math.fsum(differences) / n if n else math.nan
+    if n < 2:
+        return mean, math.nan, math.nan
+    half = _quantile((1 + level) / 2, n - 1) * float(np.std(differences, ddof=1)) / math.sqrt(n)
+    return mean, mean - half, mean + half
+
+
+@functools.cache
+def _quantile(probability: float, degrees: int) -> float:
+    """The quantile of Student's t, which takes 0.2 ms."""
+    from scipy.stats import t  # a second to import
+
+    return float(t.ppf(probability, degrees))
+
+
+def judge(
+    criteria: Sequence[Criterion],
+    values: Values,
+    preconditions: Sequence[Precondition] = (),
+    missing_is_unmeasured: bool = False,
+) -> Judgement:
+    """Each criterion with its outcome, each precondition with its number, and the verdict on the claim.
+
+    Args:
+      missing_is_unmeasured: whether a criterion whose number is missing is "not measured", and not an error.
+
+    Raises:
+      ConfigError: a number that a criterion or a precondition names was not measured.
+    """
+    checked = [_check(one, values) for one in preconditions]
+    comparisons = sum(max(1, len(one.over)) for one in criteria)
+    judged = [_judge(one, values, comparisons, missing_is_unmeasured) for one in criteria]
+    verdict = _together([(one.outcome, one.holds) for one in judged])
+    return Judgement(judged, verdict if all(one.met for one in checked) else UNTESTABLE, checked)
+
+
+def _judge(criterion: Criterion, values: Values, comparisons: int, missing_is_unmeasured: bool) -> Judged:
+    """A criterion by its comparison with the number over which least is gained, of those that decide."""
+    try:
+        each = [_compare(criterion, values, term, comparisons) for term in criterion.over or ("",)]
+    except ConfigError:
+        if not missing_is_unmeasured:
+            raise
+        return Judged(criterion, "", {}, math.nan, math.nan, math.nan, LEVEL, UNMEASURED)
+    outcome = _together([(one.outcome, one.outcome == CONFIRMED) for one in each])
+    return min([one for one in each if one.outcome == outcome] or each, key=lambda one: one.mean)
+
+
+def _check(precondition: Precondition, values: Values) -> Checked:
+    found = number(values, precondition.of)
+    mean, low, high = student([found[seed] for seed in sorted(found)], LEVEL)
+    least = -math.inf if precondition.least is None else precondition.least
+    most = math.inf if precondition.most is None else precondition.most
+    return Checked(precondition, mean, low, high, least <= mean <= most)
+
+
+def _compare(criterion: Criterion, values: Values, against: str, comparisons: int) -> Judged:
+    """A criterion against one number."""
+    found, margin = differences_of(criterion, values, against), criterion.margin
+    mean, low, high = student([*found.values()], LEVEL)
+    level = 1 - (1 - LEVEL) / comparisons
+    _, wide_low, wide_high = student([*found.values()], level)
+    outcome = OPEN
+    if low > (-margin if criterion.tolerance else margin) and not criterion.within:
+        outcome = CONFIRMED
+    elif -margin < low and high < margin and not criterion.tolerance:
+        outcome = EQUIVALENT
+    elif wide_high < -margin or (criterion.within and wide_low > margin):
+        outcome = REFUTED
+    if high < -margin or (criterion.within and low > margin):  # it is refuted, unless the wider interval is not
+        return Judged(criterion, against, found, mean, wide_low, wide_high, level, outcome)
+    return Judged(criterion, against, found, mean, low, high, LEVEL, outcome)
+
+
+def _together(each: Sequence[tuple[str, bool]]) -> str:
+    """The outcome of several, given (outcome, whether it is what was claimed) of each: one refutes, all confirm."""
+    if any(outcome == REFUTED for outcome, _ in each):
+        return REFUTED
+    if all(holds for _, holds in each):
+        return CONFIRMED
+    return EQUIVALENT if all(holds or outcome == EQUIVALENT for outcome, holds in each) else OPEN

@@ -1,0 +1,352 @@
+"""The cells of a sweep, each an ordinary run, and sweep.json, which describes them."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import PurePath
+from typing import Any
+
+from pe_lab import storage
+from pe_lab.config import Config, from_dict, to_json
+from pe_lab.errors import ConfigError, DataError, UserError, redacted
+from pe_lab.identity import changed, config_hash, identity
+from pe_lab.lab.sweeps.grid import Axis, axis, cell_name, product, with_arguments
+from pe_lab.recipes import load_config, split_reference
+from pe_lab.results.formatting import shortened
+from pe_lab.results.groups import SEEDS
+from pe_lab.results.records import as_dict, digest, mappings
+from pe_lab.storage import AnyPath, create_file, exists, json_object, read_bytes, replace_file
+
+FILE, LOGS = "sweep.json", "logs"
+LAST_PHASE = "last phase"  # an option of `Sweep.evaluation`, not of the command
+SHOWN = 10  # errors of cells in one message
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a sweep.
+
+    Attributes:
+      name: of its directory in the sweep's.
+      setting: {key: value} of the grid, as texts.
+      seed: what config.seed and config.data.seed are set to; None: the recipe's are kept.
+      reference: the recipe with its argument.
+      overrides: all keys that are set, those of the grid included, as texts.
+      config: what they make.
+    """
+
+    name: str
+    setting: Mapping[str, str]
+    seed: int | None
+    reference: str
+    overrides: Mapping[str, str]
+    config: Config
+
+    def command(self, directory: AnyPath) -> list[str]:
+        """The command that trains this cell, or continues it."""
+        keys = [f"--config.{key}={value}" for key, value in self.overrides.items()]
+        workdir = f"--workdir={directory / self.name}"
+        return [sys.executable, "-m", "pe_lab.train", f"--config={self.reference}", *keys, workdir]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep: the cells of one command, and those that earlier commands have added to its directory.
+
+    Attributes:
+      directory: of the cells, sweep.json, the logs and the results.
+      cells: all of them.
+      names: of the cells that this command asks for.
+      evaluation: the options of `pe_lab.evaluate` after the training of each cell; None: it is not evaluated.
+      description: the recipe, the overrides, the grid and the seeds, as JSON.
+    """
+
+    directory: AnyPath
+    cells: tuple[Cell, ...]
+    names: frozenset[str]
+    evaluation: tuple[str, ...] | None = None
+    description: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def asked(self) -> tuple[Cell, ...]:
+        """The cells that this command asks for."""
+        return tuple(cell for cell in self.cells if cell.name in self.names)
+
+    @property
+    def hash(self) -> str:
+        """Twelve hex digits that change with the config of any cell."""
+        return digest(sorted(config_hash(cell.config) for cell in self.cells))
+
+    def evaluate_command(self, cell: Cell) -> list[str]:
+        """The command that evaluates a cell: its run, or with `LAST_PHASE` among the options its last phase alone."""
+        options = [one for one in self.evaluation or () if one != LAST_PHASE]
+        run = self.directory / cell.name
+        subject = run / cell.config.phases[-1].name if LAST_PHASE in (self.evaluation or ()) else run
+        return [sys.executable, "-m", "pe_lab.evaluate", f"--from={subject}", *options]
+
+
+def make_sweep(
+    recipe: str,
+    grid: Mapping[str, Iterable[object]] | Sequence[Axis] = (),
+    seeds: int | Sequence[int] = (),
+    directory: str | AnyPath = "",
+    overrides: Mapping[str, str] | None = None,
+    evaluation: Sequence[str] | None = None,
+) -> Sweep:
+    """The sweep of a grid, with the cells that its directory has already; writes nothing.
+
+    The config of every cell is made and its phases are planned: an error of any of them is raised here.
+
+    Args:
+      recipe: `configs/x.py`, or `configs/x.py:ARG`.
+      grid: {key: values}; `:name` is an argument of the recipe.
+      seeds: their number, or themselves; none: each cell keeps the recipe's.
+      directory: by default runs/NAME_sweep, with the name of the recipe's file.
+      overrides: keys that all cells set, as `load_config` takes them.
+      evaluation: options of `pe_lab.evaluate`; () are its defaults, None is no evaluation.
+
+    Raises:
+      ConfigError: nothing varies, two cells are the same run, a cell would not train, or the directory is another
+        sweep, a run, or has a cell of that name with another config.
+    """
+    axes = list(grid) if not isinstance(grid, Mapping) else [axis(key, values) for key, values in grid.items()]
+    numbers = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
+    overrides = dict(overrides or {})
+    if not axes and not numbers:
+        raise ConfigError("Nothing varies: give --grid KEY=VALUE,VALUE or --seeds=N, or train with pe_lab.train.")
+    fixed = sorted(set(overrides) & {*(one.key for one in axes), *(SEEDS if numbers else ())})
+    if fixed:
+        raise ConfigError(f"--config.{fixed[0]} sets a key that the grid or --seeds varies. Leave one of them out.")
+    name = PurePath(split_reference(recipe)[0]).stem
+    where = storage.path("--workdir", directory or f"runs/{name}_sweep")
+    storage.check_checkpoints("--workdir", where)
+    cells = _checked(recipe, axes, numbers, overrides, where)
+    description = {
+        "recipe": recipe,
+        "overrides": overrides,
+        "grid": {one.key: list(one.values) for one in axes},
+        "seeds": list(numbers),
+    }
+    options = None if evaluation is None else tuple(evaluation)
+    before = load_sweep(where) if exists(where / FILE) else None
+    if before is None:
+        _refuse_other(where)
+    else:
+        _refuse_other_sweep(before, description, cells[0].config)
+        cells = _with_known_names(cells, before)
+    known = {cell.name for cell in cells}
+    others = [cell for cell in (before.cells if before else ()) if cell.name not in known]
+    return Sweep(where, (*others, *cells), frozenset(known), options, description)
+
+
+def _checked(
+    recipe: str, axes: Sequence[Axis], seeds: Sequence[int], overrides: Mapping[str, str], where: AnyPath
+) -> list[Cell]:
+    """The cells; all that is wrong with them is in one error."""
+    from pe_lab.training.inheritance import inherit
+    from pe_lab.training.run import plan_phases
+
+    cells: list[Cell] = []
+    errors: dict[str, list[str]] = {}  # message -> cells
+    for setting, seed in product(axes, seeds):
+        name = cell_name(setting, seed)
+        keys = {key: value for key, value in setting.items() if not key.startswith(":")}
+        keys |= {} if seed is None else dict.fromkeys(SEEDS, str(seed))
+        reference = with_arguments(recipe, setting)
+        try:
+            config = load_config(reference, {**overrides, **keys}, partial(inherit, workdir=where / name))
+            plan_phases(config)
+            cells.append(Cell(name, setting, seed, reference, {**overrides, **keys}, config))
+        except UserError as error:
+            errors.setdefault(str(error), []).append(name)
+    if errors:
+        total = len(cells) + sum(map(len, errors.values()))
+        told = [
+            f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {message}"
+            for message, names in list(errors.items())[:SHOWN]
+        ]
+        more = f"; and {len(errors) - SHOWN} more errors" if len(errors) > SHOWN else ""
+        wrong = total - len(cells)
+        if wrong == total and len(errors) == 1:  # the recipe itself, or a key
+            raise ConfigError(next(iter(errors)))
+        raise ConfigError(f"{wrong} of {total} cells would not train, and none was started. {'; '.join(told)}{more}")
+    _refuse_twins(cells)
+    return cells
+
+
+def _refuse_twins(cells: Sequence[Cell]) -> None:
+    """`ConfigError` for two cells that would be the same run, or have the same directory."""
+    by_config: dict[str, Cell] = {}
+    by_name: dict[str, Cell] = {}
+    for cell in cells:
+        twin = by_config.setdefault(config_hash(cell.config), cell)
+        if twin is not cell:
+            raise ConfigError(
+                f"'{twin.name}' and '{cell.name}' are the same run: their configs differ in nothing that a result "
+                "depends on. Take a value out of the grid."
+            )
+        if by_name.setdefault(cell.name, cell) is not cell:
+            raise ConfigError(f"Two cells would have the directory '{cell.name}'. Take a value out of the grid.")
+
+
+def _refuse_other_sweep(before: Sweep, description: Mapping[str, Any], config: Config) -> None:
+    """`ConfigError` for a sweep whose cells would differ from those that are there in more than the grids."""
+    old, new = before.description, description
+    varied = {*as_dict(old.get("grid")), *new["grid"], *SEEDS}
+    there, here = (_fixed(one, varied, identity(config)) for one in (old, new))
+    differ = [key for key in sorted(there | here) if there.get(key) != here.get(key)]
+    if differ:
+        keys = "; ".join(
+            f"{key}: {there.get(key, 'absent')} there, {here.get(key, 'absent')} here" for key in differ[:4]
+        )
+        raise ConfigError(
+            f"--workdir '{before.directory}' is another sweep ({keys}). Its cells and these differ in more than the "
+            "grid. Choose another --workdir."
+        )
+
+
+def _fixed(description: Mapping[str, Any], varied: Collection[str], decisive: Iterable[str]) -> dict[str, str]:
+    """The recipe, its arguments and the overrides that a result depends on, without those that are varied."""
+    file, argument = split_reference(str(description.get("recipe", "")))
+    fixed = {"recipe": PurePath(file).name}
+    for part in filter(None, argument.split(",")):
+        name = f":{part.partition('=')[0] if '=' in part else ''}"
+        if name not in varied:
+            fixed[name] = redacted(part.partition("=")[2] or part)
+    for key, value in as_dict(description.get("overrides")).items():
+        if key not in varied and any(f"{one}.".startswith(f"{key}.") for one in decisive):
+            fixed[key] = redacted(str(value))
+    return fixed
+
+
+def _with_known_names(cells: Sequence[Cell], before: Sweep) -> list[Cell]:
+    """The cells, under the names that a sweep's directory has for the same runs.
+
+    Raises:
+      ConfigError: the directory has another run of that name.
+    """
+    known = {config_hash(cell.config): cell for cell in before.cells}
+    by_name = {cell.name: cell for cell in before.cells}
+    found = []
+    for cell in cells:
+        same = known.get(config_hash(cell.config))
+        if same is None and cell.name in by_name:
+            differ = changed(to_json(by_name[cell.name].config), cell.config)
+            keys = "; ".join(f"{key}: {old} there, {new} here" for key, (old, new) in list(differ.items())[:4])
+            raise ConfigError(
+                f"--workdir '{before.directory}' has a cell '{cell.name}' with another config ({keys}). A sweep may "
+                "add cells and changes none. Choose another --workdir."
+            )
+        found.append(dataclasses.replace(cell, name=same.name) if same else cell)
+    return found
+
+
+def _refuse_other(directory: AnyPath) -> None:
+    """`ConfigError` for a directory that is neither new nor empty, and no sweep."""
+    if not exists(directory):
+        return
+    if not storage.is_remote(directory) and not directory.is_dir():
+        raise ConfigError(f"--workdir '{directory}' is a file; give a directory.")
+    others = sorted(path.name for path in storage.children(directory) if not path.name.startswith("."))
+    if others:
+        what = "is a run" if "run.json" in others else f"holds {', '.join(others[:3])} and no {FILE}"
+        raise ConfigError(f"--workdir '{directory}' {what}, and no sweep. Choose an empty or new directory.")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# sweep.json
+
+
+def save_sweep(sweep: Sweep, command: str = "") -> Sweep:
+    """Writes sweep.json, and returns the sweep with the cells that other commands have added meanwhile.
+
+    Raises:
+      ConfigError: another sweep has begun in the directory since `make_sweep`, or its cells have these names.
+    """
+    path = sweep.directory / FILE
+    while True:
+        found = read_bytes(path) if exists(path) else None
+        before = _read(sweep.directory, found) if found is not None else None
+        if before:
+            _refuse_other_sweep(before, sweep.description, sweep.asked[0].config)
+            _with_known_names(sweep.asked, before)
+        known = {cell.name for cell in sweep.cells}
+        added = [cell for cell in (before.cells if before else ()) if cell.name not in known]
+        sweep = dataclasses.replace(sweep, cells=(*sweep.cells, *added))
+        value = _to_json(sweep, command, json_object(found or b"") or {})
+        content = (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+        if replace_file(path, content, found) if found is not None else create_file(path, content):
+            return sweep
+
+
+def _to_json(sweep: Sweep, command: str, before: Mapping[str, Any]) -> dict[str, Any]:
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    commands = [one for one in before.get("commands", []) if isinstance(one, str)]
+    described = {
+        "created": before.get("created", now),
+        "config_hash": sweep.hash,
+        "commands": [*commands, *([command] if command and command not in commands else [])],
+        **sweep.description,
+        "evaluation": sweep.evaluation,
+        "cells": [
+            {
+                "name": cell.name,
+                "setting": dict(cell.setting),
+                "seed": cell.seed,
+                "reference": cell.reference,
+                "overrides": dict(cell.overrides),
+                "config_hash": config_hash(cell.config),
+                "config": to_json(cell.config),
+            }
+            for cell in sweep.cells
+        ],
+    }
+    return to_json(described)  # without credentials
+
+
+def load_sweep(directory: str | AnyPath) -> Sweep:
+    """The sweep that a directory's sweep.json describes, with all of its cells.
+
+    Raises:
+      DataError: there is none, or it is damaged.
+    """
+    where = storage.path("--workdir", directory)
+    path = where / FILE
+    if not exists(path):
+        raise DataError(f"'{where}' is no sweep: it has no {FILE}. Give the --workdir of a sweep.")
+    return _read(where, read_bytes(path))
+
+
+def _read(directory: AnyPath, content: bytes) -> Sweep:
+    found, cells = json_object(content), []
+    try:
+        for one in mappings((found or {})["cells"]):
+            config = from_dict(Config, one["config"])
+            seed = None if one["seed"] is None else int(one["seed"])
+            texts = [{str(k): str(v) for k, v in as_dict(one[key]).items()} for key in ("setting", "overrides")]
+            cells.append(Cell(str(one["name"]), texts[0], seed, str(one["reference"]), texts[1], config))
+        evaluation = found.get("evaluation")
+        options = None if evaluation is None else tuple(map(str, evaluation))
+        names = [cell.name for cell in cells]
+        if not names:
+            raise ValueError("it has no cells")
+        if len(set(names)) < len(names):
+            raise ValueError("two cells have one name")
+        for name in names:
+            if name in ("", ".", "..", LOGS) or "/" in name or "\0" in name:
+                raise ValueError(f"the cell {shortened(repr(name))} has no name that a directory can have")
+        if not all(cell.config.phases for cell in cells):
+            raise ValueError("a cell has no phases")
+    except (UserError, KeyError, TypeError, ValueError, ArithmeticError) as error:
+        raise DataError(
+            f"'{directory / FILE}' is damaged ({type(error).__name__}: {error}). Give the same command another "
+            "--workdir; the cells themselves are ordinary runs, and whole."
+        ) from None
+    description = {key: found[key] for key in ("recipe", "overrides", "grid", "seeds") if key in found}
+    return Sweep(directory, tuple(cells), frozenset(cell.name for cell in cells), options, description)

@@ -1,0 +1,379 @@
+"""Running cells as processes: one cell under its claim, and all cells of a sweep by a runner."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import shlex
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from pe_lab.errors import StoreError, excerpt, redacted
+from pe_lab.lab.sweeps.cells import Sweep, save_sweep
+from pe_lab.lab.sweeps.state import (
+    COMPLETE,
+    FAILED,
+    CellState,
+    file_of,
+    has_failed,
+    is_complete,
+    phases_of,
+    read_outcome,
+    read_states,
+)
+from pe_lab.output import tell_at_once
+from pe_lab.parallel.stopping import SAME_SECONDS
+from pe_lab.storage import (
+    AnyPath,
+    LeaseTaken,
+    is_remote,
+    lease,
+    lease_is_live,
+    path,
+    read_bytes,
+    write_file,
+    write_json,
+)
+
+RUN_LEASE = "lease.json"  # of pe_lab.train in a workdir
+WAIT_SECONDS, LOOK_SECONDS = 0.2, 1.0
+STORE_SECONDS = 30.0  # between two looks at cells on an object store, each of several requests
+# Through these, JAX would take a cell for one process of several.
+SEVERAL_PROCESSES = (
+    *("COORDINATOR_ADDRESS", "PROCESS_COUNT", "PROCESS_INDEX", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"),
+    *("SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A cell as a worker gets it, perhaps on another host: plain data.
+
+    Attributes:
+      directory: of the sweep.
+      phases: {name: steps}.
+      train, evaluate: the commands; `evaluate` is None where nothing is evaluated.
+      evaluation: the options of the evaluation.
+      before: the outcome of its last process when the sweep began.
+      cwd: where the commands run, and what `directory` is relative to.
+    """
+
+    directory: str
+    name: str
+    phases: Mapping[str, int]
+    train: Sequence[str]
+    evaluate: Sequence[str] | None = None
+    evaluation: Sequence[str] | None = None
+    before: Mapping[str, Any] = field(default_factory=dict)
+    cwd: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the processes of a cell ended: the status of the last one, and the line that says why."""
+
+    status: int
+    error: str = ""
+
+
+class Stop:
+    """Requests to stop. At the first, cells save and end; at the second they end at once.
+
+    A signal that comes again within `SAME_SECONDS` is the same request, as in the cells.
+
+    Attributes:
+      requests: how many there were.
+      sends: whether a request is sent to the process of a cell as SIGTERM; a cluster signals it by itself.
+      process: the process of a cell that was started last under this object.
+      meaning: what the first request does, and what the second one does, for a line about it.
+    """
+
+    def __init__(self, sends: bool = True) -> None:
+        self.requests, self.sends = 0, sends
+        self.meaning = ("the cells save and end", "the cells end at once")
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @contextlib.contextmanager
+    def signals(self) -> Iterator[None]:
+        """Takes SIGINT, SIGTERM and, unless nohup has it ignored, SIGHUP for requests; in the main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        first: tuple[int, float] | None = None
+
+        def request(number: int, frame: Any) -> None:
+            nonlocal first
+            now = time.monotonic()
+            if first and number == first[0] and now < first[1] + SAME_SECONDS:
+                return
+            first = first or (number, now)
+            self.requests += 1
+            told = self.meaning[min(self.requests, 2) - 1]
+            tell_at_once(f"{signal.Signals(number).name}: {told}")
+
+        hangup = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
+        numbers = [signal.SIGINT, signal.SIGTERM, *hangup]
+        before = {number: signal.signal(number, request) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+@runtime_checkable
+class Runner(Protocol):
+    """Something that runs cells: this machine, a SLURM cluster, a Ray cluster."""
+
+    def run(self, tasks: Sequence[Task], stop: Stop, look: Callable[..., None]) -> None:
+        """Runs all tasks to their ends, or until a stop. Calls `look(running, queued)` with names now and then."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One cell
+
+
+def run_task(
+    task: Task,
+    stop: Stop,
+    environment: Mapping[str, str | None] | None = None,
+    cpus: frozenset[int] | None = None,
+    show: Callable[[str], None] = print,
+) -> Outcome | None:
+    """Trains a cell, or continues it, and evaluates it; returns how it ended, None if another sweep has claimed it.
+
+    A cell that is complete, or that another sweep has seen fail meanwhile, is left alone. If a process whose sweep was
+    killed still trains the cell, this waits until it has ended.
+
+    Args:
+      environment: variables that the processes get, None to remove one.
+      cpus: the cores that they may use; None: all.
+
+    Raises:
+      UserError: the files of the sweep cannot be written.
+    """
+    directory = path("the sweep", task.directory)
+    directory = directory if is_remote(directory) else Path(task.cwd) / directory  # a worker has another cwd
+    begun, lost = time.monotonic(), Stop()
+
+    def lose(message: str) -> None:
+        lost.requests = 1
+        show(message)
+
+    try:
+        with lease(file_of(directory, task.name, "claim"), show, lose):
+            outcome = read_outcome(directory, task.name)
+            if is_complete(directory, task.name, task.phases, task.evaluation, outcome):
+                return Outcome(0)
+            if outcome != task.before and has_failed(outcome):  # under another sweep, meanwhile
+                return Outcome(outcome["status"], str(outcome.get("error", "")))
+            while lease_is_live(directory / task.name / RUN_LEASE, show):
+                if stop.requests:
+                    return Outcome(os.EX_TEMPFAIL)
+                time.sleep(LOOK_SECONDS)
+            return _run_stages(task, directory, begun, outcome, (stop, lost), environment or {}, cpus)
+    except LeaseTaken:
+        return None
+
+
+def _run_stages(
+    task: Task,
+    directory: AnyPath,
+    begun: float,
+    before: Mapping[str, Any],
+    stops: Sequence[Stop],
+    environment: Mapping[str, str | None],
+    cpus: frozenset[int] | None,
+) -> Outcome:
+    """Trains and evaluates, and writes the outcome."""
+    evaluated, status, error = list(before.get("evaluated") or []), 0, ""
+    variables = {**os.environ, **environment, **dict.fromkeys(SEVERAL_PROCESSES)}
+    kept = {key: value for key, value in variables.items() if value is not None} | {"PYTHONUNBUFFERED": "1"}
+    with _log(file_of(directory, task.name, "log")) as log:
+        for stage, command in (("train", task.train), ("evaluate", task.evaluate)):
+            if command is None or status != 0:
+                continue
+            if any(stop.requests for stop in stops):
+                status, error = os.EX_TEMPFAIL, ""
+                break
+            start = log.stat().st_size
+            status = _process(command, log, kept, task.cwd or None, cpus, stops)
+            error = "" if status in (0, os.EX_TEMPFAIL) else _reason(log, start, status, stage)
+        if status == 0 and task.evaluation is not None and list(task.evaluation) not in evaluated:
+            evaluated.append(list(task.evaluation))
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+    record = {"status": status, "error": error, "seconds": round(time.monotonic() - begun, 1), "time": now}
+    write_json(file_of(directory, task.name, "json"), {**record, "evaluated": evaluated})
+    return Outcome(status, error)
+
+
+@contextlib.contextmanager
+def _log(log: AnyPath) -> Iterator[Path]:
+    """A local file that the processes of a cell append to; the log of a sweep on a store is copied back at the end."""
+    if not is_remote(log):
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.touch()
+        yield log
+        return
+    with tempfile.TemporaryDirectory(prefix="pe_lab_log_") as directory:
+        local = Path(directory) / "log"
+        with contextlib.suppress(FileNotFoundError):
+            local.write_bytes(read_bytes(log))
+        local.touch()
+        try:
+            yield local
+        finally:
+            write_file(log, local.read_bytes())
+
+
+def _process(
+    command: Sequence[str],
+    log: Path,
+    environment: Mapping[str, str],
+    cwd: str | None,
+    cpus: frozenset[int] | None,
+    stops: Sequence[Stop],
+) -> int:
+    """Runs a command to its end, and returns its status. SIGTERM at a request to stop, SIGINT at the second.
+
+    A second SIGTERM might come within the second in which it is the same request.
+
+    It has a session of its own: Ctrl-C in a terminal goes to the sweep alone, which passes on one signal and not two.
+    """
+    with open(log, "ab") as file:
+        shown = redacted(shlex.join(["python", *command[command.index("-m") :]] if "-m" in command else command))
+        file.write(f"== {shown}\n".encode("utf-8", "backslashreplace"))
+        file.flush()
+        # Only of this thread; the process inherits them, and JAX on the CPU has as many threads as cores.
+        own = os.sched_getaffinity(0) if cpus else None
+        try:
+            if cpus:
+                os.sched_setaffinity(0, cpus)
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=dict(environment),
+                cwd=cwd,
+                start_new_session=True,
+            )
+        finally:
+            if own:
+                os.sched_setaffinity(0, own)
+    sent, stops[0].process = 0, process
+    try:
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(WAIT_SECONDS)
+            if sent < min(max(stop.requests for stop in stops if stop.sends), 2):
+                process.send_signal((signal.SIGTERM, signal.SIGINT)[sent])
+                sent += 1
+    except BaseException:  # such as KeyboardInterrupt in a worker of Ray, or submitit's request to end
+        process.send_signal(signal.SIGTERM)
+        try:
+            while process.poll() is None:  # `wait` would not be interrupted by Ray
+                time.sleep(WAIT_SECONDS)
+        except BaseException:  # the second request
+            process.send_signal(signal.SIGINT)
+            raise
+        raise
+
+
+def _reason(log: Path, start: int, status: int, stage: str) -> str:
+    """The line of a log, from `start` on, that says why a process ended; or the signal that ended it."""
+    with open(log, "rb") as file:
+        file.seek(max(start, log.stat().st_size - 2**16))
+        lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
+    lines = [line for line in lines if line and not line.startswith("== python -m")]
+    told = next((line for line in reversed(lines) if line.startswith("error: ")), lines[-1] if lines else "no output")
+    if status < 0:
+        told = f"ended by {signal.Signals(-status).name}"
+    return excerpt(f"{'' if stage == 'train' else 'the evaluation: '}{told.removeprefix('error: ')}", 500)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# All cells
+
+
+def tasks_of(sweep: Sweep, retry: bool = False) -> list[Task]:
+    """What is to be done of the cells that a sweep asks for: not what is complete, or has failed without `retry`."""
+    ended = {COMPLETE} | (set() if retry else {FAILED})
+    asked = [state for state in read_states(sweep) if state.cell.name in sweep.names and state.state not in ended]
+    return [
+        Task(
+            str(sweep.directory),
+            state.cell.name,
+            phases_of(state.cell),
+            state.cell.command(sweep.directory),
+            None if sweep.evaluation is None else sweep.evaluate_command(state.cell),
+            sweep.evaluation,
+            read_outcome(sweep.directory, state.cell.name),
+            os.getcwd(),
+        )
+        for state in asked
+    ]
+
+
+def run_sweep(
+    sweep: Sweep,
+    runner: Runner | None = None,
+    retry: bool = False,
+    command: str = "",
+    look: Callable[[Sequence[CellState]], None] = lambda states: None,
+) -> tuple[Sweep, list[CellState], bool]:
+    """Runs the cells of a sweep that are not complete.
+
+    Args:
+      sweep: of `make_sweep`.
+      runner: by default this machine, with as many cells at once as it has devices.
+      retry: whether cells that have failed are trained again.
+      command: recorded in sweep.json.
+      look: called with the states of all cells every second or so.
+
+    Returns:
+      The sweep with the cells that others have added, the states of all cells, and whether it was stopped.
+
+    Raises:
+      UserError: the directory cannot be written, or the runner cannot run.
+    """
+    from pe_lab.lab.sweeps.local import Local
+
+    sweep = save_sweep(sweep, command)
+    stop, known, looked = Stop(), {}, -STORE_SECONDS
+
+    def watch(running: Sequence[str] = (), queued: Sequence[str] = ()) -> None:
+        nonlocal looked
+        if is_remote(sweep.directory) and time.monotonic() < looked + STORE_SECONDS:
+            return
+        looked = time.monotonic()
+        with contextlib.suppress(StoreError):  # it is asked again
+            states = read_states(sweep, running, queued, known)
+            known.update({state.cell.name: state for state in states if state.state == COMPLETE})
+            look(states)
+
+    tasks = tasks_of(sweep, retry)
+    with stop.signals():
+        watch()
+        if tasks:
+            (runner or Local()).run(tasks, stop, watch)
+    states = read_states(sweep)
+    look(states)
+    return sweep, states, stop.requests > 0
+
+
+def exit_status(sweep: Sweep, states: Sequence[CellState], stopped: bool) -> int:
+    """0 if all cells that a sweep asks for are complete, 1 if one has failed, 75 if one was stopped or waits."""
+    found = {state.state for state in states if state.cell.name in sweep.names}
+    if stopped and found != {COMPLETE}:
+        return os.EX_TEMPFAIL
+    return 1 if FAILED in found else 0 if found <= {COMPLETE} else os.EX_TEMPFAIL

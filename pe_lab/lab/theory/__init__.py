@@ -1,0 +1,3 @@
+"""The analysis `theory`: constructions and bounds of the papers, computed as numbers that can disagree with them."""
+
+from pe_lab.lab.theory.claims import Claim, claims

@@ -1,0 +1,319 @@
+"""Claims of DroPE (Gelberg et al. 2025) on attention blocks and models, measured in small pe_lab models in float32."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from pe_lab.lab.theory import drope_lemmas
+from pe_lab.lab.theory.claims import Claim, claim
+from pe_lab.lab.theory.positional_bias import (
+    HEADS,
+    LAYERS,
+    LENGTH,
+    VOCABULARY,
+    WIDTH,
+    LayerMeasurement,
+    embeddings_near_one_vector,
+    initial_parameters,
+    measured_layers,
+    positional_weights,
+    prefix_spread,
+    schedule_of,
+    small_model,
+)
+from pe_lab.model import Model, Params
+from pe_lab.positional import Encoding, NoPE, Rope, Schedule, frequencies
+
+PAPER = "DroPE"
+ROUNDING = 1e-5  # float32 sums of a few hundred terms are off by less, relative to their largest term
+PREFIXES, PATTERNS = (16, 64, 256), ("diagonal", "previous")
+
+
+def claims(seed: int = 0) -> Iterator[Claim]:
+    """The claims on attention blocks and models."""
+    yield from constant_sequence(seed)
+    yield lemma_b_2(seed)
+    yield from theorem_3_4(seed)
+    yield small_variance(seed)
+    yield from drope_lemmas.claims(seed)
+
+
+def patterns() -> Float[np.ndarray, "C T T"]:
+    """c_ij / T' of every pattern and prefix length T', padded with zeros: causal weights make a prefix a sequence."""
+    every = np.zeros((len(PATTERNS), len(PREFIXES), LENGTH, LENGTH))
+    for i, pattern in enumerate(PATTERNS):
+        for j, length in enumerate(PREFIXES):
+            every[i, j, :length, :length] = positional_weights(length, pattern) / length
+    return every.reshape(-1, LENGTH, LENGTH)
+
+
+def _by_pattern(x: Float[np.ndarray, "B C H"]) -> Float[np.ndarray, "B patterns prefixes H"]:
+    return np.abs(x).reshape(len(x), len(PATTERNS), len(PREFIXES), -1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Constant sequences: Propositions 3.2 and 3.3
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _loss_gradients(
+    model: Model, params: Params, tokens: jax.Array, targets: jax.Array, schedule: Schedule
+) -> tuple[jax.Array, jax.Array]:
+    def loss(params: Params) -> tuple[jax.Array, jax.Array]:
+        batch = {"tokens": tokens, "targets": targets}
+        return model.token_loss(params, batch, schedule).mean(), model.apply(params, tokens, None, None, schedule)
+
+    gradients, logits = jax.grad(loss, has_aux=True)(params)
+    projections = [gradients["layers"]["attention"][name] for name in ("query", "key")]
+    return jnp.sqrt(sum((g**2).sum() for g in projections)), logits
+
+
+def loss_gradients(
+    params: Params, encoding: Encoding, tokens: Int[np.ndarray, "B T"], targets: Int[np.ndarray, "B T"]
+) -> tuple[float, Float[np.ndarray, "B T V"]]:
+    """The norm of the loss's gradient by all query and key projections, and the logits of the output."""
+    found = _loss_gradients(small_model(), params, jnp.asarray(tokens), jnp.asarray(targets), schedule_of(encoding))
+    return float(found[0]), np.asarray(found[1])
+
+
+def constant_sequence(seed: int) -> Iterator[Claim]:
+    """A sequence of one repeated token, without encoding and with RoPE."""
+    model, params = small_model(), initial_parameters(seed)
+    rng = np.random.default_rng((seed, 32))
+    constant = np.full((1, LENGTH), 7, np.int32)
+    varied, targets = (rng.integers(0, VOCABULARY, (1, LENGTH)).astype(np.int32) for _ in range(2))
+    embedded = np.asarray(model.embed(params, jnp.asarray(constant)))
+    uniform = np.tri(LENGTH) / np.arange(1, LENGTH + 1)[:, None]
+    found = {}
+    for name, encoding in (("nope", NoPE()), ("rope", Rope())):
+        layers = measured_layers(params, encoding, embedded, patterns())
+        gradient, logits = loss_gradients(params, encoding, constant, targets)
+        found[name] = {
+            "not_uniform": max(np.abs(m.weights - uniform).max() for m in layers),
+            "bias": max(np.abs(m.bias).max() for m in layers),
+            "bias_gradient": max(max(m.query_gradient.max(), m.key_gradient.max()) for m in layers),
+            "loss_gradient": gradient,
+            "loss_gradient_varied": loss_gradients(params, encoding, varied, targets)[0],
+            "not_constant": np.abs(logits - logits[:, :1]).max() / np.abs(logits).max(),
+        }
+        found[name]["layers"] = layers
+    nope, rope = found["nope"], found["rope"]
+    numbers = {f"{name}_{key}": value for name, of in found.items() for key, value in of.items() if key != "layers"}
+    share = nope["loss_gradient"] / nope["loss_gradient_varied"]
+    yield claim(
+        f"{PAPER}, Proposition 3.2",
+        "On a constant sequence a NoPE model has (1) uniform attention, (2) no gradients of the loss by queries and "
+        "keys, (3) no positional bias and no gradient of it, and (4) constant outputs.",
+        f"Weights differ from 1/i by at most {nope['not_uniform']:.1e}, the loss's gradient by queries and keys is "
+        f"{share:.1e} of that on a random sequence, A^c is at most {nope['bias']:.1e} and its gradient "
+        f"{nope['bias_gradient']:.1e}, and logits of the output vary by {nope['not_constant']:.1e} of the largest: "
+        "all rounding of float32.",
+        max(nope["not_uniform"], share, nope["bias"], nope["bias_gradient"], nope["not_constant"]) < ROUNDING,
+        {**numbers, "nope_loss_gradient_share": share},
+    )
+    yield claim(
+        f"{PAPER}, Remark B.1",
+        "On a constant sequence a RoPE model has constant outputs too (4), but no uniform attention (1), and a "
+        "positional bias with a gradient (3).",
+        f"With RoPE the outputs vary by {rope['not_constant']:.1e} of the largest, the weights differ from 1/i by up "
+        f"to {rope['not_uniform']:.2g}, A^c reaches {rope['bias']:.2g} and its gradient {rope['bias_gradient']:.2g}.",
+        rope["not_constant"] < ROUNDING and min(rope["not_uniform"], rope["bias"], rope["bias_gradient"]) > 1e-3,
+        numbers,
+    )
+    share = rope["loss_gradient"] / rope["loss_gradient_varied"]
+    yield claim(
+        f"{PAPER}, Remark B.1, part (2)",
+        "On a constant sequence, the loss of a RoPE model has gradients by its queries and keys.",
+        f"It has none: they are {share:.1e} of those on a random sequence, which is rounding.",
+        share > ROUNDING,
+        {**numbers, "rope_loss_gradient_share": share},
+        "All values are equal, so outputs do not depend on the weights, with any encoding: by part (4). What RoPE adds "
+        "on a constant sequence is a gradient of A^c, not of the loss.",
+    )
+    yield proposition_3_3(params, embedded, rope["layers"])
+
+
+def proposition_3_3(params: Params, embedded: Float[np.ndarray, "B T D"], layers: list[LayerMeasurement]) -> Claim:
+    """With c_ij = alpha_ij - 1/i, RoPE has a positive A^c and a gradient on a constant sequence (B.2)."""
+    mean = np.tri(LENGTH) / np.arange(1, LENGTH + 1)[:, None]
+    bias, gradient = [], []
+    for n in range(LAYERS):
+        c = (layers[n].weights[0] - mean) / LENGTH  # of each head
+        measured = measured_layers(params, Rope(), embedded, c)[n]
+        for head in range(HEADS):
+            bias.append(measured.bias[0, head, head])
+            gradient.append(math.hypot(measured.query_gradient[0, head, head], measured.key_gradient[0, head, head]))
+    return claim(
+        f"{PAPER}, Proposition 3.3",
+        "On a constant sequence a RoPE head has positional weights, c_ij = alpha_ij - 1/i, with A^c > 0 and a gradient "
+        "that is not 0.",
+        f"Over {LAYERS} layers of {HEADS} heads, A^c is {min(bias):.2e} or more and the norm of its gradient by the "
+        f"head's queries and keys {min(gradient):.2e} or more.",
+        min(bias) > ROUNDING and min(gradient) > ROUNDING,
+        {"bias": bias, "gradient": gradient, "smallest_bias": min(bias), "smallest_gradient": min(gradient)},
+        "The proof differentiates sum_j alpha_ij^2, as if c followed the parameters: with c fixed, the gradient is "
+        "half of that, and the result the same. Its last step is false in general (the left factors may cancel); here "
+        "each of them has a positive product with the query, so the sum has, too.",
+    )
+
+
+def flattest_logits(inv_freq: Float[np.ndarray, " R"], length: int) -> float:
+    """The least standard deviation over distances 0 .. length - 1 of logits whose coefficients have norm 1.
+
+    The logits of a constant sequence are sums of A_m cos(r w_m) + B_m sin(r w_m) (Lemma B.2).
+    """
+    angle = np.multiply.outer(np.arange(length), inv_freq)
+    design = np.concatenate([np.cos(angle), np.sin(angle)], axis=1)
+    return float(np.linalg.svd(design - design.mean(0), compute_uv=False)[-1] / math.sqrt(length))
+
+
+def lemma_b_2(seed: int, heads: int = 256, widths: tuple[int, ...] = (4, 8, 64)) -> Claim:
+    """RoPE's logits on a constant sequence are not constant."""
+    rng = np.random.default_rng((seed, 202))
+    spread, flattest = [], []
+    for K in widths:
+        inv_freq = frequencies(Rope(), K)[0]
+        q, k = (rng.standard_normal((heads, K // 2, 2)) @ [1, 1j] for _ in range(2))
+        logits = ((q * np.conj(k)) @ np.exp(1j * np.multiply.outer(inv_freq, np.arange(K + 1)))).real
+        spread.append(float((np.ptp(logits, axis=1) / np.abs(q * np.conj(k)).sum(1)).min()))
+        flattest.append(flattest_logits(inv_freq, K + 1))
+    return claim(
+        f"{PAPER}, Lemma B.2",
+        "The logits of a RoPE head on a constant sequence of more than d_k tokens are not all equal, unless every pair "
+        "has a query or a key of 0.",
+        f"In {heads} random heads of each of {', '.join(map(str, widths))} channels they differ by at least "
+        f"{min(spread):.3f} of the largest possible logit. The flattest head possible has a standard deviation of "
+        f"{', '.join(f'{x:.0e}' if x > 1e-16 else '0 to rounding' for x in flattest)} of the norm of its coefficients.",
+        min(spread) > 1e-3 and flattest[0] > 1e-12,
+        {"channels": widths, "heads": heads, "spread": spread, "smallest_spread": min(spread), "flattest": flattest},
+        "The proof's Vandermonde matrix is invertible, but barely: from 8 channels on, some heads that are not "
+        "degenerate have logits that are constant to the last bit of a float32. Pairs of frequency 0 (p-RoPE) must be "
+        "left out.",
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Theorem 3.4: nearly equal embeddings
+
+
+def slope(x: Float[np.ndarray, " n"], y: Float[np.ndarray, " n"]) -> float:
+    """The exponent p of y = c x^p, fitted to logarithms."""
+    return float(np.polyfit(np.log(x), np.log(y), 1)[0])
+
+
+def by_spread(encoding: Encoding, seeds: range, deviations: Float[np.ndarray, " B"]) -> dict[str, np.ndarray]:
+    """What Theorem 3.4 bounds, of models at initialization: arrays [seeds, layers, B, prefixes].
+
+    Returns:
+      epsilon: the prefix spread of the first attention's input, equal for all layers; spread: of every layer; bias,
+      gradient: the largest |A^c| of heads and patterns, and the largest norm of its gradients by W_Q or W_K.
+    """
+    found: dict[str, list] = {name: [] for name in ("epsilon", "spread", "bias", "gradient")}
+    for seed in seeds:
+        embedded = embeddings_near_one_vector(seed, deviations)
+        layers = measured_layers(initial_parameters(seed), encoding, embedded, patterns())
+        spreads = [np.stack([prefix_spread(m.hidden[:, :T]) for T in PREFIXES], axis=-1) for m in layers]
+        largest = [[_by_pattern(x).max((1, 3)) for x in (m.bias, m.query_gradient, m.key_gradient)] for m in layers]
+        found["epsilon"].append([spreads[0]] * LAYERS)
+        found["spread"].append(spreads)
+        found["bias"].append([bias for bias, _, _ in largest])
+        found["gradient"].append([np.maximum(*gradients) for _, *gradients in largest])
+    return {name: np.array(values) for name, values in found.items()}
+
+
+def slopes(found: dict[str, np.ndarray], name: str) -> Float[np.ndarray, "seeds layers"]:
+    """The fitted exponents of one quantity over epsilon, at the full length."""
+    epsilon, values = found["epsilon"][..., -1], found[name][..., -1]
+    return np.array(
+        [[slope(*xy) for xy in zip(*of_seed, strict=True)] for of_seed in zip(epsilon, values, strict=True)]
+    )
+
+
+def theorem_3_4(seed: int, seeds: int = 3) -> Iterator[Claim]:
+    """NoPE's positional bias vanishes linearly with the spread of the embeddings; RoPE's does not."""
+    deviations = np.geomspace(1e-4, 1e-1, 5)
+    nope, rope = (by_spread(e, range(seed, seed + seeds), deviations) for e in (NoPE(), Rope()))
+    names = ("spread", "bias", "gradient")
+    fitted = {name: slopes(nope, name) for name in names}
+    # The constants C1, C2, C3: the largest ratio to epsilon, by prefix length.
+    constants = {name: (nope[name] / nope["epsilon"]).max((0, 1, 2)) for name in names}
+    growth = {name: value[-1] / value[0] for name, value in constants.items()}
+    listed = {name: ", ".join(f"{x:.2g}" for x in value) for name, value in constants.items()}
+    lowest, highest = min(x.min() for x in fitted.values()), max(x.max() for x in fitted.values())
+    curves = {"deviation": deviations, "epsilon": nope["epsilon"][..., -1].mean((0, 1))}
+    curves |= {f"nope_{name}": nope[name][..., -1].mean((0, 1)) for name in names}
+    curves |= {f"rope_{name}": rope[name][..., -1].mean((0, 1)) for name in names}
+    yield claim(
+        f"{PAPER}, Theorem 3.4",
+        "In a NoPE model the prefix spread of every layer, |A^c|, and its gradients by W_Q and W_K are at most C1, C2 "
+        "and C3 times the spread epsilon of the first attention's input, with constants that do not grow with the "
+        "sequence length.",
+        f"Over {seeds} models of {LAYERS} layers and a thousandfold range of epsilon, the fitted exponents are "
+        f"{lowest:.3f} to {highest:.3f} (1 is linear). For {', '.join(map(str, PREFIXES))} tokens the largest ratios "
+        f"to epsilon are C1 = {listed['spread']}; C2 = {listed['bias']}; C3 = {listed['gradient']}.",
+        lowest > 0.95 and max(growth.values()) < 1.25,
+        {
+            **curves,
+            "prefix": PREFIXES,
+            "lowest_exponent": lowest,
+            "highest_exponent": highest,
+            "C1": constants["spread"],
+            "C2": constants["bias"],
+            "C3": constants["gradient"],
+            "growth": list(growth.values()),
+        },
+        "The patterns are the diagonal and the previous token. The constants are measured maxima over heads, layers, "
+        f"patterns and {seeds} initializations, so they are lower bounds of the theorem's.",
+    )
+    names = ("bias", "gradient")
+    largest = {name: float(np.abs(slopes(rope, name)).max()) for name in names}
+    ratio = {name: float((rope[name] / nope[name])[:, :, 0, -1].min()) for name in names}
+    yield claim(
+        f"{PAPER}, Theorem 3.4, RoPE",
+        "The theorem explains the difference between RoPE and NoPE: with RoPE the positional bias and its gradients do "
+        "not vanish with the spread of the embeddings.",
+        f"With RoPE the fitted exponents are at most {largest['bias']:.3f} (A^c) and {largest['gradient']:.3f} "
+        f"(gradients) in absolute value. At the least epsilon, A^c is {ratio['bias']:.0f} times or more that of NoPE, "
+        f"and the gradients {ratio['gradient']:.0f} times.",
+        max(largest.values()) < 0.1 and min(ratio.values()) > 100,
+        {
+            **curves,
+            "bias_exponent": largest["bias"],
+            "gradient_exponent": largest["gradient"],
+            "bias_ratio": ratio["bias"],
+            "gradient_ratio": ratio["gradient"],
+        },
+    )
+
+
+def small_variance(seed: int, deviations: tuple[float, ...] = (2e-1, 2e-2, 2e-3)) -> Claim:
+    """Independent embeddings of small variance are not close to each other once they are normalized."""
+    model, params = small_model(), initial_parameters(seed)
+    rng = np.random.default_rng((seed, 340))
+    entries = rng.standard_normal((VOCABULARY, WIDTH))[rng.integers(0, VOCABULARY, LENGTH)]
+    block = model.block(jax.tree.map(lambda a: a[0], params["layers"]))
+    before, after = [], []
+    for std in deviations:
+        x = jnp.asarray(std * entries, jnp.float32)[None]
+        before.append(float(prefix_spread(np.asarray(x))[0]))
+        after.append(float(prefix_spread(np.asarray(block.attention_norm(x)))[0]))
+    share = [x / math.sqrt(WIDTH) for x in after]
+    return claim(
+        f"{PAPER}, Section 3.1",
+        "Entries of the embeddings are drawn with a small variance, so the token embeddings are close to uniform at "
+        "the beginning of training, as Theorem 3.4 asks of the hidden states that enter attention.",
+        f"With standard deviations of {', '.join(f'{x:g}' for x in deviations)} the prefix spread of the embeddings is "
+        f"{', '.join(f'{x:.2g}' for x in before)}: small. After the norm before the first attention it is "
+        f"{', '.join(f'{x:.2f}' for x in share)} times the norm sqrt(d) of a hidden state.",
+        max(share) < 0.1,
+        {"deviation": deviations, "spread": before, "normalized_spread": after, "share_of_norm": share},
+        "The theorem's h is the output of that norm. Its condition asks for embeddings that share a large common "
+        "vector, not for small ones. The initializer range of 0.02 (Table 4) is a standard deviation in transformers.",
+    )
