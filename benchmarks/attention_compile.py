@@ -33,9 +33,9 @@ from pe_lab.parallel.topology import parse_topology
 from pe_lab.terminal import command
 
 CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
-LENGTHS = (2**13, 2**15, 2**17, 2**20)
-SHORTER = LENGTHS[:3]  # of these kinds:
-SHORT = ("distance bias", "gradient", "gradient, distance bias")
+LENGTH = 2**17
+LONG = 2**20  # of these kinds also:
+LONG_KINDS = ("whole sequence", "rotating", "decode", "splash")
 HEADS = {64: (14, 2), 128: (8, 2)}  # of 64 channels those of drope_16b
 KINDS = {
     "whole sequence": "pallas_tpu, whole sequence",
@@ -145,7 +145,7 @@ def everything(
     """All of them, one after another."""
     for head_dim in head_dims:
         for kind in kinds:
-            for length in SHORTER if kind in SHORT else LENGTHS:
+            for length in (LENGTH, LONG) if kind in LONG_KINDS else (LENGTH,):
                 for chip in chips:
                     yield compile_one(chip, kind, head_dim, length)
 

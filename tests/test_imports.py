@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 import re
 import subprocess
 from collections.abc import Iterator
@@ -152,6 +153,25 @@ def test_pe_lab_keeps_to_its_architecture() -> None:
     assert len(files) > 20
     found = [v for file in files for v in violations(file.relative_to(ROOT).as_posix(), file.read_text())]
     assert not found, "\n".join(found)
+
+
+def levels_table() -> str:
+    """The levels as CONTRIBUTING.md shows them."""
+    lines = ["| level | packages |", "|---|---|"]
+    for number, packages in enumerate(LEVELS[:-2], 1):
+        shown = ", ".join(f"`{name}`" for name in sorted(packages))
+        lines.append(f"| {number} | {shown} |")
+    return "\n".join([*lines, f"| {len(LEVELS) - 1} | the commands: {', '.join(f'`{c}`' for c in sorted(COMMANDS))} |"])
+
+
+def test_contributing_shows_the_levels() -> None:
+    """PE_LAB_WRITE_DOCS=1 writes them anew."""
+    page = ROOT / "CONTRIBUTING.md"
+    text = page.read_text(encoding="utf-8")
+    expected = re.sub(r"\| level \|.*?(?=\n\n)", lambda _: levels_table(), text, count=1, flags=re.S)
+    if os.environ.get("PE_LAB_WRITE_DOCS"):
+        page.write_text(expected, encoding="utf-8")
+    assert text == expected or os.environ.get("PE_LAB_WRITE_DOCS")
 
 
 def test_long_files_are_excused_only_while_they_are_long() -> None:
