@@ -78,8 +78,8 @@ def denoised(directory) -> dict[str, float]:
 SELECTIONS = [f"{indicator} {rank} {order}" for indicator in INDICATORS for rank in RANKS for order in ORDERS]
 
 CLAIM = Claim(
-    sentence="Beyond the training length, taking the encoding of heads that are chosen by their matrix entropy finds more "
-    "needles under NTK: of high entropy by the truncated one, and of low entropy by the whole.",
+    sentence="Beyond the training length, taking the encoding of heads that are chosen by their matrix entropy finds "
+    "more needles under NTK: of high entropy by the truncated one, and of low entropy by the whole.",
     quote="For the truncated variant, we sort values in descending order and prune the low-entropy heads; for the "
     "matrix entropy, we sort in ascending order and prune the high-entropy heads. Both strategies perform well, but "
     "truncated matrix entropy typically achieves better results.",

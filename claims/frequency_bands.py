@@ -46,8 +46,9 @@ def bands(directory) -> dict[str, float]:
 
 
 CLAIM = Claim(
-    sentence="Fast rotations make positional heads, and queries and keys have larger norms in slow pairs. Ours, where the "
-    "paper expects it of training without them: beyond the training length a model is better without slow rotations.",
+    sentence="Fast rotations make positional heads, and queries and keys have larger norms in slow pairs. Ours, where "
+    "the paper expects it of training without them: beyond the training length a model is better without slow "
+    "rotations.",
     quote="We find that Gemma learns to use RoPE to construct robust ‘positional’ attention patterns by exploiting the "
     "highest frequencies. We also find that, in general, Gemma greatly prefers to use the lowest frequencies of RoPE, "
     "which we suspect are used to carry semantic information.",

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pe_lab.analysis import frequency_use
 from tiny_runs import REPOSITORY, compilations_kept, trained  # noqa: F401
 
 from pe_lab import analyze
+from pe_lab.analysis import frequency_use
 from pe_lab.analysis.analysis import Parts
 from pe_lab.analysis.sequences import find_copy
 from pe_lab.analysis.session import distinct_names
