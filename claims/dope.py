@@ -6,7 +6,7 @@ import dataclasses
 import numpy as np
 
 import pe_lab
-from pe_lab.analysis.head_spectra import head_entropy
+from pe_lab.analysis import head_entropy
 from pe_lab.analysis.losses import Streams
 from pe_lab.analysis.sequences import Sequences, data_of, prompts, symbol_windows, text_windows
 from pe_lab.evaluation.tasks.suites import open_tasks
@@ -61,7 +61,7 @@ def denoised(directory) -> dict[str, float]:
     draws = [rng.permutation(len(scaled.layers) * scaled.config.heads)[:HEADS] for _ in range(8)]
     selections = {"random": draws}
     for indicator in INDICATORS:
-        spectra = head_entropy(scaled, chosen_on, indicator=indicator, stage="post_ntk")
+        spectra = head_entropy.measure(scaled, chosen_on, indicator=indicator, stage="post_ntk")
         for rank in RANKS:
             order = np.argsort(spectra.score(rank).mean(0).ravel(), kind="stable")
             for name, places in zip(ORDERS, (order[:HEADS], order[::-1][:HEADS]), strict=True):

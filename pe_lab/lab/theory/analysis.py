@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -154,8 +154,6 @@ def _figures(found: Sequence[Statement]) -> tuple[Figure, ...]:
 
 
 ANALYSIS = Analysis(
-    "theory",
-    "constructions and bounds of the papers as numbers: each statement with its verdict",
     "p-RoPE, sections 3 to 6; DroPE, section 3 and appendix B; DoPE, section 4; pe_notebook",
     _options,
     _run,

@@ -1,4 +1,4 @@
-"""Statements of DoPE (Xiong et al. 2025) on the spectra of rotary bands (Section 4.2); those on entropies are beside it.
+"""Statements of DoPE (Xiong et al. 2025) on the spectra of rotary bands (Section 4.2), and on entropies.
 
 A band is one pair of channels. Its keys are N vectors of the plane, here an [N, 2] matrix without 1 / sqrt(d).
 """

@@ -1,4 +1,4 @@
-"""Statements of DroPE (Gelberg et al. 2025) on attention blocks and models, measured in small pe_lab models in float32."""
+"""Statements of DroPE (Gelberg et al. 2025) on attention and models, measured in small pe_lab models in float32."""
 
 from __future__ import annotations
 

@@ -399,8 +399,8 @@ def theorem_5_3(
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Theorem 6.1: with one frequency, swaps of tokens move the largest logit off its target. A token's key has a strength
-# and a phase, and at position p of N its logit with the last query is strength * cos(phase + p * w): moving a key by one
-# position rotates it by w.
+# and a phase, and at position p of N its logit with the last query is strength * cos(phase + p * w): moving a key by
+# one position rotates it by w.
 
 Case = Literal["negative", "positive", "two swaps"]
 CASES: tuple[Case, ...] = ("negative", "positive", "two swaps")

@@ -63,8 +63,8 @@ def statement(
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What the papers write, word for word, for the statements that fail and for notes that name an error: the source of a
-# statement, without ", corrected", -> sentences and formulas of the paper, the latter in LaTeX as published on arXiv (the
-# notebook's in its code). [...] stands for words that are left out.
+# statement, without ", corrected", -> sentences and formulas of the paper, the latter in LaTeX as published on arXiv
+# (the notebook's in its code). [...] stands for words that are left out.
 
 _QUOTES = {
     "DroPE, Definition 3.1": r"""

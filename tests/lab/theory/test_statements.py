@@ -127,7 +127,8 @@ def test_the_command_shows_each_statement_with_its_verdict_and_its_numbers(found
     assert analyze.main(["theory", f"--out={tmp_path}", "--format=svg"]) == 0
     corrected = [one for one in found.values() if one.corrected]
     assert (
-        f"{len(found) - len(corrected)} statements of the papers: {len(HOLDS) - len(corrected)} hold, {len(FAILS)} fail. "
+        f"{len(found) - len(corrected)} statements of the papers: "
+        f"{len(HOLDS) - len(corrected)} hold, {len(FAILS)} fail. "
         f"{len(corrected)} corrected forms beside them: {len(corrected)} hold, 0 fail."
     ) in " ".join(capsys.readouterr().out.split())
     analysis = read_findings(tmp_path).findings
