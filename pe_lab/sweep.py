@@ -44,10 +44,10 @@ from pe_lab.lab.sweeps import (
     summarize,
 )
 from pe_lab.lab.sweeps.cells import FILE
-from pe_lab.lab.sweeps.progress import Board, cost, counts, failures
 from pe_lab.lab.sweeps.results import shown, write_results
 from pe_lab.lab.sweeps.runners import make_runner, split_passed_on
 from pe_lab.lab.sweeps.running import exit_status
+from pe_lab.lab.sweeps.state import Board, cost, counts, failures
 from pe_lab.lab.sweeps.table import TRAINING, VALIDATION
 from pe_lab.positional.registry import external_files
 from pe_lab.recipes import split_overrides

@@ -174,6 +174,66 @@ def test_contributing_shows_the_levels() -> None:
     assert text == expected or os.environ.get("PE_LAB_WRITE_DOCS")
 
 
+def test_no_class_name_stands_twice() -> None:
+    """Private ones too: a reader who looks for a name finds one thing."""
+    defined: dict[str, list[str]] = {}
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                defined.setdefault(node.name, []).append(f"{file.relative_to(ROOT)}:{node.lineno}")
+    assert len(defined) > 300
+    twice = {name: places for name, places in defined.items() if len(places) > 1}
+    assert not twice, "\n".join(f"{name}: {', '.join(places)}" for name, places in sorted(twice.items()))
+
+
+def circles(modules: dict[str, tuple[ast.Module, bool]]) -> list[list[str]]:
+    """Groups of modules that import each other, directly or through others, also inside functions.
+
+    What `if TYPE_CHECKING` imports names a type and runs nothing.
+    """
+    names = {}
+    for module, (tree, is_package) in modules.items():
+        tests = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
+        typing = {
+            id(inner)
+            for node in tests
+            if ast.unparse(node.test).endswith("TYPE_CHECKING")
+            for part in node.body
+            for inner in ast.walk(part)
+        }
+        found = [name for node, name in imports(tree, module, is_package) if id(node) not in typing]
+        known = {name if name in modules else name.rpartition(".")[0] for name in found}
+        # A package's __init__ gathers its modules: they may import each other, and it them.
+        names[module] = {one for one in known if one in modules and one != module and not modules[one][1]}
+    reached: dict[str, set[str]] = {}
+    for module in names:
+        reached[module], waiting = set(), [module]
+        while waiting:
+            new = names[waiting.pop()] - reached[module]
+            reached[module] |= new
+            waiting += new
+    groups = {frozenset(other for other in found if module in reached[other]) for module, found in reached.items()}
+    return sorted(sorted(group) for group in groups if group)
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    modules = {}
+    for file in PACKAGE.rglob("*.py"):
+        parts = file.relative_to(ROOT).with_suffix("").parts
+        is_package = parts[-1] == "__init__"
+        modules[".".join(parts[:-1] if is_package else parts)] = (ast.parse(file.read_text()), is_package)
+    found = circles(modules)
+    assert not found, "\n".join(", ".join(group) for group in found)
+
+
+def test_a_circle_is_found_also_through_a_third_module() -> None:
+    sources = {"pe_lab.a": "from pe_lab import b", "pe_lab.b": "def f():\n    from pe_lab.c import x", "pe_lab.c": ""}
+    modules = {name: (ast.parse(source), False) for name, source in sources.items()}
+    assert circles(modules) == []
+    modules["pe_lab.c"] = (ast.parse("import pe_lab.a"), False)
+    assert circles(modules) == [["pe_lab.a", "pe_lab.b", "pe_lab.c"]]
+
+
 def test_long_files_are_excused_only_while_they_are_long() -> None:
     for path, reason in LONG_FILES.items():
         assert reason and (ROOT / path).read_text().count("\n") > MAX_LINES, path

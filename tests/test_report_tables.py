@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 from prompted_rows import row
 
-from pe_lab.analysis.frequencies import Settings, analysis, size_text, telling_pairs
+from pe_lab.analysis.frequencies import Settings, compute, size_text, telling_pairs
 from pe_lab.page import provenance, tables
 from pe_lab.page.document import headline, joint_headline
-from pe_lab.page.frequency_figures import draw
 from pe_lab.page.markup import element, folded, text
 from pe_lab.page.run_section import section, title_of, top, work_out
 from pe_lab.page.task_section import suite_parts
@@ -399,15 +398,6 @@ def test_the_pairs_of_the_table_are_the_ends_the_middle_and_yarns_ramp():
     # The ramp of 64 channels, base 1e4 and 2,048 tokens goes from pair 8 to pair 21 (transformers).
     assert telling_pairs(Settings()) == [0, 1, 8, 9, 10, 15, 20, 21, 30, 31]
     assert telling_pairs(Settings(head_dim=4)) == [0, 1]
-
-
-def test_the_axis_of_a_caches_lengths_has_powers_of_four_and_ten_million():
-    (axes,) = draw(analysis(Settings(factors=(2.0,), methods=("pi",))))["rotation_cache"].axes
-    places = [4096, 16_384, 65_536, 262_144, 1_048_576, 4_194_304, 10_000_000]
-    assert axes.xaxis.get_majorticklocs().tolist() == places
-    show = axes.xaxis.get_major_formatter()
-    assert [show(place, 0) for place in places] == ["4k", "16k", "64k", "256k", "1M", "4M", "10M"]
-    assert axes.yaxis.get_major_formatter()(1.5e9, 0) == "1.5 GB"
 
 
 def test_of_many_runs_each_has_its_scores_and_the_command_for_the_rest(tmp_path, monkeypatch):

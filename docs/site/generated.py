@@ -29,7 +29,12 @@ API = {
     "evaluation": (
         "Evaluation", ["pe_lab.evaluation.measure", "pe_lab.evaluation.variants", "pe_lab.evaluation.tasks.task"]
     ),
-    "analysis": ("Analysis", ["pe_lab.analysis"]),
+    "analysis": (
+        "Analysis",
+        ["pe_lab.analysis.frequency_use", "pe_lab.analysis.heads", "pe_lab.analysis.logit_bounds",
+         "pe_lab.analysis.head_entropy", "pe_lab.analysis.positional_bias", "pe_lab.analysis.layers",
+         "pe_lab.analysis.knock_out", "pe_lab.analysis.analysis"],
+    ),
     "results": (
         "Results",
         ["pe_lab.results.records", "pe_lab.results.samples", "pe_lab.results.scores", "pe_lab.results.intervals"],
@@ -68,11 +73,11 @@ def commands() -> str:
 
 def analyses() -> str:
     """A section for each analysis of `pe_lab.analyze`, with its options."""
-    from pe_lab.analyze import ANALYSES, DESCRIPTIONS
+    from pe_lab.analyze import ANALYSES
 
     parts = ["# Analyses\n", "`python -m pe_lab.analyze NAME`: what each analysis takes.\n"]
-    for name, analysis in {**DESCRIPTIONS, **ANALYSES}.items():
-        parts.append(f"## {name}\n\n{analysis.summary[:1].upper()}{analysis.summary[1:]}.\n\n")
+    for name, summary in ANALYSES.items():
+        parts.append(f"## {name}\n\n{summary[:1].upper()}{summary[1:]}.\n\n")
         parts.append(_help("analyze", f"{name}"))
     return "\n".join(parts)
 

@@ -212,8 +212,6 @@ def write_table(path: Path, rows: Sequence[Sequence[str]]) -> None:
 
 
 ANALYSIS = Analysis(
-    "check",
-    "whether encodings are what they say: causal, relative, exact under a cache, ...; and what they cost",
     "pe_lab.positional.hooks",
     _options,
     _run,

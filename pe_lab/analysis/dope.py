@@ -8,17 +8,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from pe_lab.analysis.analysis import Analysis
-from pe_lab.analysis.dope_results import Cell, CellScores, Comparison, findings
-from pe_lab.analysis.head_entropy import measure_heads
-from pe_lab.analysis.head_spectra import INDICATORS, STAGES, check_name, checked_rank
+from pe_lab.analysis.head_entropy import INDICATORS, STAGES, check_name, checked_rank, measure_heads, rank_name
 from pe_lab.analysis.sequences import Sequences, counted, text_windows
-from pe_lab.analysis.session import Session
+from pe_lab.analysis.session import AnalysisSession
 from pe_lab.errors import CheckpointError, ConfigError
 from pe_lab.evaluation.generation.prompted import Prompted
 from pe_lab.evaluation.plan import parse_length
@@ -27,8 +26,10 @@ from pe_lab.evaluation.tasks.task import Task
 from pe_lab.evaluation.variants import Subject, Variant
 from pe_lab.positional import DOPE, denoise_by
 from pe_lab.positional.codec import numbers_and_ranges
-from pe_lab.results.findings import Findings
-from pe_lab.results.paired import SIGNIFICANT, holm, paired
+from pe_lab.results.figures import Figure, HeatMaps, Line, LineCharts
+from pe_lab.results.findings import Findings, TextTable
+from pe_lab.results.intervals import Mean, mean_of
+from pe_lab.results.paired import SIGNIFICANT, Difference, holm, paired, verdict
 from pe_lab.terminal import any_seed, console, positive
 
 ORDERS = ("ascending", "descending")
@@ -42,7 +43,7 @@ GRID = {  # key -> values, of which a sweep has every combination
 }
 
 
-def parse_grid(text: str | None, heads: int) -> list[Cell]:
+def parse_grid(text: str | None, heads: int) -> list[DopeCell]:
     """The cells of `key=a,b;key=c`; a key that is not named has its values of `GRID`.
 
     Args:
@@ -71,7 +72,7 @@ def parse_grid(text: str | None, heads: int) -> list[Cell]:
         if not 1 <= count <= heads:
             raise ConfigError(f"--grid: heads={count} is impossible; the model has {heads} heads. Give 1 to {heads}.")
     kept = (values["method"], values["indicator"], values["stage"], ranks, counts, values["order"])
-    return list(itertools.starmap(Cell, itertools.product(*kept)))
+    return list(itertools.starmap(DopeCell, itertools.product(*kept)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -79,7 +80,7 @@ def parse_grid(text: str | None, heads: int) -> list[Cell]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sweep:
+class DopeSweep:
     """What a command line asks for.
 
     Attributes:
@@ -89,8 +90,8 @@ class Sweep:
       zero_shot: the task that many-shot learning is compared with; None: another suite.
     """
 
-    session: Session
-    cells: list[Cell]
+    session: AnalysisSession
+    cells: list[DopeCell]
     tasks: list[Task]
     length: int
     zero_shot: Task | None
@@ -173,7 +174,7 @@ def prompt_sequences(task: Task, subject: Subject, length: int, count: int, seed
     return Sequences(name, tokens, np.array([len(row) for row in rows]))
 
 
-def open_sweep(session: Session) -> Sweep:
+def open_sweep(session: AnalysisSession) -> DopeSweep:
     """The sweep of a command line; `ConfigError` if it is impossible."""
     arguments = session.arguments
     subject = session.variants[0].subject
@@ -193,12 +194,12 @@ def open_sweep(session: Session) -> Sweep:
     zero = open_tasks({"many_shot": ("zero_shot",)}, arguments) if "many_shot" in suites else [None]
     if not tasks:
         raise ConfigError(f"--suite={arguments.suite}: name a task that the cells are measured on.")
-    return Sweep(session, cells, tasks, length, zero[0])
+    return DopeSweep(session, cells, tasks, length, zero[0])
 
 
 def denoised(
-    variant: Variant, cells: Sequence[Cell], scores: Mapping[Cell, np.ndarray], length: int
-) -> Iterator[tuple[Cell, Variant]]:
+    variant: Variant, cells: Sequence[DopeCell], scores: Mapping[DopeCell, np.ndarray], length: int
+) -> Iterator[tuple[DopeCell, Variant]]:
     """Each cell with its model: one for all that make the same layers, `variant` itself where they change nothing."""
     made = {variant.fingerprint(length): variant}
     before = variant.layers_at(length)
@@ -211,13 +212,13 @@ def denoised(
         yield cell, made.setdefault(new.fingerprint(length), new)
 
 
-def _run(session: Session) -> Findings | None:
+def _run(session: AnalysisSession) -> Findings | None:
     sweep = open_sweep(session)
     out = console()
     out.print(sweep.plan())
     if session.arguments.dry_run:
         return None
-    models: list[dict[Cell, Variant]] = []
+    models: list[dict[DopeCell, Variant]] = []
     for variant, name in zip(session.variants, session.names, strict=True):
         session.sequences = sweep.sequences(variant.subject)
         alone = dataclasses.replace(session, variants=[variant], names=[name])
@@ -247,7 +248,9 @@ def _run(session: Session) -> Findings | None:
 
 
 def _comparisons(
-    sweep: Sweep, models: Sequence[Mapping[Cell, Variant]], answered: Mapping[tuple[int, str], list[dict[str, Any]]]
+    sweep: DopeSweep,
+    models: Sequence[Mapping[DopeCell, Variant]],
+    answered: Mapping[tuple[int, str], list[dict[str, Any]]],
 ) -> dict[int, dict[str, Comparison]]:
     """Every distinct denoised model against the one without DoPE, by task; p-values corrected for their number."""
     found: list[tuple[int, str, Any]] = []
@@ -270,7 +273,7 @@ def _scores(records: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[Any
     return [record["score"] for record in records], clusters
 
 
-def _zero_shot(sweep: Sweep) -> dict[str, list[dict[str, Any]]]:
+def _zero_shot(sweep: DopeSweep) -> dict[str, list[dict[str, Any]]]:
     """Checkpoint id -> sample records of the model as trained, asked without solved problems."""
     if sweep.zero_shot is None:
         return {}
@@ -320,9 +323,250 @@ def _options(parser: argparse.ArgumentParser) -> None:
                 add(flag, **options)
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# The results: one sorted table a variant, with the model without DoPE in it, and figures
+
+ORDER_NAMES = {"ascending": "ASC", "descending": "DESC"}
+Scores = tuple[list[float], list[Any]]  # of samples, and their clusters
+
+
+class DopeCell(NamedTuple):
+    """One combination of a sweep: how heads are denoised, and by what score which of them are chosen."""
+
+    method: str
+    indicator: str
+    stage: str
+    rank: str
+    heads: int
+    order: str
+
+    @property
+    def criterion(self) -> str:
+        return f"{self.stage}_{self.indicator}"
+
+    @property
+    def name(self) -> str:
+        return f"{self.method} {self.criterion} {rank_name(self.rank)} {self.heads} {self.order}"
+
+
+class Comparison(NamedTuple):
+    """A difference from the model without DoPE on the same samples, and its p-value after Holm's correction."""
+
+    difference: Difference
+    corrected: float
+
+    @property
+    def verdict(self) -> str:
+        return verdict(self.difference, self.corrected)
+
+
+Row = tuple[DopeCell, Mapping[str, Scores], Mapping[str, Comparison] | None]
+
+
+class CellScores(NamedTuple):
+    """All that was measured of one variant.
+
+    Attributes:
+      name: of the variant.
+      base: task -> scores without DoPE.
+      rows: (cell, task -> scores, task -> comparison); None: the cell changes nothing.
+      zero_shot: sample records of the zero-shot task; None: not asked.
+      heads: [layer, head] of those that each cell denoises.
+    """
+
+    name: str
+    base: Mapping[str, Scores]
+    rows: Sequence[Row]
+    zero_shot: Sequence[Mapping[str, Any]] | None
+    heads: Mapping[DopeCell, list[list[int]]]
+
+
+def findings(results: Sequence[CellScores], tasks: Sequence[str], length: int, seed: int) -> Findings:
+    """The tables, figures, sentences and `cells.json` of a sweep."""
+    compared = [one for result in results for one in _distinct(result)]
+    luck = len(compared) * SIGNIFICANT / 2
+    looks = sum(one.difference.p < SIGNIFICANT and one.difference.mean > 0 for one in compared)
+    counts = {word: sum(one.verdict == word for one in compared) for word in ("better", "worse", "tie")}
+    sentences = [
+        f"{len(compared)} comparisons with the model without DoPE, on the same prompts: {counts['better']} better, "
+        f"{counts['worse']} worse, {counts['tie']} ties after Holm's correction at {SIGNIFICANT:.0%}.",
+        f"Without the correction {looks} would look better; by luck alone up to {luck:.1f} of {len(compared)} would.",
+    ]
+    tables, figures = [], []
+    numbers: dict[str, np.ndarray] = {}
+    written = []
+    for v, result in enumerate(results):
+        suffix, of = (f"_{v}", f" of {result.name}") if len(results) > 1 else ("", "")
+        ranked = sorted(result.rows, key=lambda row: -_mean(row[1][tasks[0]]).score)
+        title = (
+            f"DoPE on {result.name} at {length:,} tokens, sorted by {tasks[0]} (95% intervals). Of {len(compared)} "
+            f"comparisons up to {luck:.1f} would look better by luck; the verdicts are after Holm's correction"
+        )
+        tables.append(_table(result, ranked, tasks, title))
+        figures += _figures(result, ranked, tasks, suffix, of)
+        sentences += _sentences(result, ranked, tasks, seed)
+        shape = (len(result.rows), len(tasks))
+        for key, of_pair in (("score", _score), ("difference", _difference), ("corrected_p", _corrected)):
+            values = [[of_pair(row, task) for task in tasks] for row in result.rows]
+            numbers[f"{key}{suffix}"] = np.array(values, np.float64).reshape(shape)
+        written += [_record(result, row, task) for row in result.rows for task in tasks]
+    shapes = {name: "[C, T] cell as in cells.json, task" for name in ("score", "difference", "corrected_p")}
+    files = {"cells.json": (json.dumps(written, indent=1, allow_nan=False) + "\n").encode()}
+    return Findings(tuple(sentences), tuple(tables), tuple(figures), numbers, shapes, files=files)
+
+
+def _distinct(result: CellScores) -> list[Comparison]:
+    """The comparisons of all different models of a variant."""
+    found = {id(comparisons): comparisons for _, _, comparisons in result.rows if comparisons is not None}
+    return [one for comparisons in found.values() for one in comparisons.values()]
+
+
+def _mean(scores: Scores) -> Mean:
+    found = mean_of(*scores)
+    assert found is not None  # samples were counted before anything was measured
+    return found
+
+
+def _score(row: Row, task: str) -> float:
+    return _mean(row[1][task]).score
+
+
+def _difference(row: Row, task: str) -> float:
+    return 0.0 if row[2] is None else row[2][task].difference.mean
+
+
+def _corrected(row: Row, task: str) -> float:
+    return 1.0 if row[2] is None else row[2][task].corrected
+
+
+def _percent(mean: Mean) -> str:
+    return f"{100 * mean.score:.1f}% ({100 * mean.low:.0f}–{100 * mean.high:.0f})"
+
+
+def _points(difference: Difference) -> str:
+    low, high = (f"{100 * x:+.1f}" for x in (difference.low, difference.high))
+    return f"{100 * difference.mean:+.1f} ({low} to {high})"
+
+
+def _table(result: CellScores, ranked: Sequence[Row], tasks: Sequence[str], title: str) -> TextTable:
+    header = ["method", "criterion", "entropy", "order", "heads"]
+    for task in tasks:
+        header += [task, "points from none", "after Holm"]
+    rows = []
+    for cell, scores, comparisons in ranked:
+        row = [cell.method, cell.criterion, rank_name(cell.rank), ORDER_NAMES[cell.order], str(cell.heads)]
+        for task in tasks:
+            row.append(_percent(_mean(scores[task])))
+            row += ["", "same model"] if comparisons is None else _cells(comparisons[task])
+        rows.append((_mean(scores[tasks[0]]).score, 1, row))
+    none = ["no DoPE", "", "", "", ""]
+    for task in tasks:
+        none += [_percent(_mean(result.base[task])), "", ""]
+    rows.append((_mean(result.base[tasks[0]]).score, 0, none))
+    if result.zero_shot is not None:
+        mean = _zero_mean(result.zero_shot)
+        row = ["zero-shot, as trained", "", "", "", ""]
+        for task in tasks:
+            row += [_percent(mean) if task.startswith("many_shot:") else "", "", ""]
+        rows.append((mean.score, 0, row))
+    rows.sort(key=lambda row: (-row[0], row[1]))
+    return TextTable(title, tuple(header), tuple(tuple(row) for *_, row in rows), words=4)
+
+
+def _cells(comparison: Comparison) -> list[str]:
+    return [_points(comparison.difference), comparison.verdict]
+
+
+def _zero_mean(records: Sequence[Mapping[str, Any]]) -> Mean:
+    return _mean(([record["score"] for record in records], [record["index"] for record in records]))
+
+
+def _sentences(result: CellScores, ranked: Sequence[Row], tasks: Sequence[str], seed: int) -> list[str]:
+    written = []
+    models = {id(comparisons) for _, _, comparisons in result.rows if comparisons is not None}
+    same = sum(comparisons is None for *_, comparisons in result.rows)
+    if len(models) + same < len(result.rows):
+        written.append(
+            f"{result.name}: {len(result.rows)} cells are {len(models)} different models; others choose the same heads."
+        )
+    for task in tasks:
+        best = max(ranked, key=lambda row: _score(row, task))
+        base, text = _mean(result.base[task]), ""
+        if best[2] is not None:
+            one = best[2][task]
+            text = f", {_points(one.difference)} points, p = {one.corrected:.2g} after Holm ({one.verdict})"
+        written.append(
+            f"{result.name}, {task}: {_percent(base)} without DoPE; the best cell, {best[0].name}, has "
+            f"{_percent(_mean(best[1][task]))}{text}. The best of many is partly luck: measure it again on other "
+            f"prompts (--seed={seed + 2})."
+        )
+    return written
+
+
+def _record(result: CellScores, row: Row, task: str) -> dict[str, Any]:
+    """One cell on one task, for `cells.json`."""
+    cell, scores, comparisons = row
+    mean = _mean(scores[task])
+    record = {"variant": result.name, "task": task, **cell._asdict(), "chosen": result.heads[cell]}
+    record |= {"score": mean.score, "low": mean.low, "high": mean.high, "samples": mean.count}
+    record["baseline"] = _mean(result.base[task]).score
+    if comparisons is not None:
+        one = comparisons[task]
+        record |= {"difference": one.difference._asdict(), "corrected_p": one.corrected, "verdict": one.verdict}
+    return record
+
+
+def _figures(result: CellScores, ranked: Sequence[Row], tasks: Sequence[str], suffix: str, of: str) -> list[Figure]:
+    cells = [row[0] for row in result.rows]
+    panels = list(dict.fromkeys((c.method, c.criterion) for c in cells))
+    rows = list(dict.fromkeys((c.rank, c.order) for c in cells))
+    columns = list(dict.fromkeys(c.heads for c in cells))
+    drawn: list[Figure] = []
+    for task in tasks:
+        name = task.replace(":", "_")
+        values = np.full((len(panels), len(rows), len(columns)), np.nan)
+        for row in result.rows:
+            c = row[0]
+            at = panels.index((c.method, c.criterion)), rows.index((c.rank, c.order)), columns.index(c.heads)
+            values[at] = 100 * _difference(row, task)
+        drawn.append(
+            HeatMaps(
+                f"difference_{name}{suffix}",
+                f"DoPE against none{of}, {task}",
+                "Points of score that a cell gains over the model without DoPE on the same prompts. Single cells are "
+                "partly luck; the table has intervals and tests.",
+                values,
+                tuple(f"{method}, {criterion}" for method, criterion in panels),
+                tuple(f"{rank_name(rank)} {ORDER_NAMES[order]}" for rank, order in rows),
+                tuple(map(str, columns)),
+                "method and criterion",
+                "entropy and order",
+                "heads",
+                "points",
+                "diverging",
+            )
+        )
+        means = sorted((_mean(row[1][task]) for row in ranked), key=lambda mean: -mean.score)
+        base, x = _mean(result.base[task]), np.arange(len(means), dtype=float)
+        level = [np.full(len(x), y) for y in (base.score, base.low, base.high)]
+        lines = (
+            Line("DoPE", x, *(np.array([getattr(m, part) for m in means]) for part in ("score", "low", "high"))),
+            Line("without DoPE", x, *level),
+        )
+        drawn.append(
+            LineCharts(
+                f"sorted_{name}{suffix}",
+                f"Scores of all cells{of}, {task}, sorted",
+                "95% intervals of each cell by itself, and of the model without DoPE.",
+                ((task, lines),),
+                "cells, from the best to the worst",
+                "score",
+            )
+        )
+    return drawn
+
+
 ANALYSIS = Analysis(
-    "dope",
-    "DoPE's sweep over methods, scores, numbers of heads and orders, against the model without it",
     "DoPE, section 5, Tables 1 to 4",
     _options,
     _run,

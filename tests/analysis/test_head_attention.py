@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from dense import LAYERS, G, H, K
 
-from pe_lab.analysis import channel_pairs, head_attention
-from pe_lab.analysis.head_attention import KINDS, MAP, NEAR, SAMPLED, Heads, edges, heads, kinds, sampled_queries
+from pe_lab.analysis import frequency_use, heads, logit_bounds
+from pe_lab.analysis.heads import KINDS, MAP, NEAR, SAMPLED, Heads, edges, kinds, sampled_queries
 from pe_lab.config import MeshConfig
 from pe_lab.errors import UserError
 from pe_lab.model import Model
@@ -32,8 +32,8 @@ class Every:
     length: int
 
     def __call__(self, view: Any, data: Any) -> tuple[Any, ...]:
-        attended = head_attention._Measure(self.length, self.length)(view, data)
-        return channel_pairs.measure_frequency_use(view, None), attended, channel_pairs.measure_logit_bounds(view, None)
+        attended = heads._HeadsOfLayer(self.length, self.length)(view, data)
+        return frequency_use._of_layer(view, None), attended, logit_bounds._of_layer(view, None)
 
 
 class Case(NamedTuple):
@@ -160,7 +160,7 @@ def test_questions_find_their_needle_by_all_weights(case):
             entropy = -(rows * np.log(np.where(rows > 0, rows, 1))).sum(-1)
             close(found.needle_entropy[b], entropy.mean(-1), atol=1e-4)
             close(found.needle_first[b], rows[..., 0].mean(-1))
-            d = head_attention.AROUND
+            d = heads.AROUND
             close(found.around[b][:, d + 1], np.stack([rows[:, q, source[b, q]] for q in range(2)]).mean(0))
         assert np.isnan(found.around[1][:, 0]).all()  # 32 tokens before the second token
 
@@ -201,7 +201,7 @@ def test_aligned_queries_and_keys_reach_the_bound():
     view = dense.language_model((Layer(Rope(100.0)),)).layer_pass(dense.tokens(40), _raw)[0]
     key = jnp.asarray(view[1])
     made = _view(np.repeat(view[1], H // G, 2), key)
-    _, _, alignment, tightest, *_ = channel_pairs.measure_logit_bounds(made, None)
+    _, _, alignment, tightest, *_ = logit_bounds._of_layer(made, None)
     np.testing.assert_allclose(alignment[:, :, 0], 1, atol=1e-5)
     assert (np.asarray(alignment)[:, :, 1] < 0.95).all() and (np.asarray(tightest) < 1 + 1e-5).all()
 
@@ -218,7 +218,7 @@ def _view(query, key):
 def test_padding_does_not_count():
     lm, ids = dense.language_model((Layer(Rope(100.0)),)), dense.tokens(97)
     padded = np.pad(ids[:, :80], ((0, 0), (0, 17)), mode="edge")
-    for a, b in zip(heads(lm, padded, length=80), heads(lm, ids[:, :80]), strict=True):
+    for a, b in zip(heads.measure(lm, padded, length=80), heads.measure(lm, ids[:, :80]), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
@@ -251,10 +251,10 @@ def by_distance_of(weights):
         return jnp.asarray(weights)[:, :, rows]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(head_attention, "attention_rows", rows)
+        patch.setattr(heads, "attention_rows", rows)
         view = _view(np.zeros((1, T, H, K), np.float32), jnp.zeros((1, T, G, K)))
         queries, shares = map(jnp.asarray, sampled_queries(T))
-        return np.asarray(head_attention._Measure(T, T)._binned(view, queries, shares, {})[1])[0, 0]
+        return np.asarray(heads._HeadsOfLayer(T, T)._binned(view, queries, shares, {})[1])[0, 0]
 
 
 def of_kind(**values):
@@ -294,9 +294,9 @@ def test_memory_is_linear_in_the_length(measure):
         shape = lambda *s, dtype=jnp.int32: jax.ShapeDtypeStruct(s, dtype)  # noqa: E731
         schedule = build_schedule([Layer(Rope(100.0))] * 6, H, G, K)
         measures = {
-            "frequency_use": (channel_pairs.measure_frequency_use, None),
-            "heads": (head_attention._Measure(length, length), (shape(512), shape(512, dtype=jnp.float32), None)),
-            "logit_bounds": (channel_pairs.measure_logit_bounds, None),
+            "frequency_use": (frequency_use._of_layer, None),
+            "heads": (heads._HeadsOfLayer(length, length), (shape(512), shape(512, dtype=jnp.float32), None)),
+            "logit_bounds": (logit_bounds._of_layer, None),
         }
         function, data = measures[measure]
         lm = dense.language_model()
@@ -323,7 +323,7 @@ def test_a_mesh_that_shards_sequences_is_refused():
 def test_what_is_not_there_is_an_error():
     lm = dense.language_model((Layer(NoPE()),))
     with pytest.raises(UserError, match="There is no layer 1 to measure; the model has 1, counted from 0"):
-        heads(lm, dense.tokens(8), layers=[0, 1])
+        heads.measure(lm, dense.tokens(8), layers=[0, 1])
     with pytest.raises(UserError, match="There is no layer to measure: name at least one"):
         lm.layer_pass(dense.tokens(8), _raw, layers=[])
     with pytest.raises(UserError, match="The schedule has 2 layers and the model 1"):

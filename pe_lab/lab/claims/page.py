@@ -18,7 +18,7 @@ from pe_lab.results.records import as_dict, mappings
 BEGIN, END = "<!-- made by `python -m pe_lab.claims --write`: do not edit below -->", "<!-- end of what is made -->"
 # verdict: colour of the stylesheet
 LOOKS = {CONFIRMED: "win", REFUTED: "loss", EQUIVALENT: "soft", OPEN: "soft", UNTESTABLE: "soft"}
-HEADER = ("claim", "paper", "verdict", "what decided, with its interval", "size", "seeds", "minutes")
+HEADER = ("sentence", "paper", "verdict", "what decided, with its interval", "size", "seeds", "minutes")
 
 
 def table_rows(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
@@ -42,7 +42,7 @@ def table_rows(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 def markdown(results: Sequence[Mapping[str, Any]], figures: str) -> str:
     """The generated part of docs/claims.md; `figures` is the directory of the figures, as the page links to it."""
-    header = ["| " + " | ".join(("name", *HEADER)) + " |", "|" + "---|" * (1 + len(HEADER))]
+    header = ["| " + " | ".join(("claim", *HEADER)) + " |", "|" + "---|" * (1 + len(HEADER))]
     rows = [
         "| " + " | ".join(map(_escaped, (f"[{result['claim']}](#{result['claim'].replace('_', '-')})", *row))) + " |"
         for result, row in zip(results, table_rows(results), strict=True)
@@ -52,7 +52,7 @@ def markdown(results: Sequence[Mapping[str, Any]], figures: str) -> str:
 
 def _section(result: Mapping[str, Any], figures: str) -> str:
     name = result["claim"]
-    lines = [f"## {name.replace('_', '-')}", "", f"**{result['claim']}** ({result['paper']})", ""]
+    lines = [f"## {name.replace('_', '-')}", "", f"**{result['sentence']}** ({result['paper']})", ""]
     if result["quote"]:
         lines += [f"> {result['quote']}", ""]
     lines += [f"Verdict at {result['size']} size: **{result['verdict']}**.", ""]
@@ -140,9 +140,9 @@ def html_page(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _html_row(result: Mapping[str, Any], row: Sequence[str]) -> Markup:
-    """A row of the table at the top, whose claim leads to its section."""
-    claim, paper, verdict, difference, size, *numbers = row
-    link = element("a", claim, href=f"#{result['claim']}")
+    """A row of the table at the top, whose sentence leads to its section."""
+    sentence, paper, verdict, difference, size, *numbers = row
+    link = element("a", sentence, href=f"#{result['claim']}")
     cells = [element("td", link, class_="text", style="min-width:36ch"), _html_text(paper)]
     cells += [_html_verdict(verdict), _html_text(difference), _html_text(size)]
     return element("tr", cells, *(element("td", number) for number in numbers))

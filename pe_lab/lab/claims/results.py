@@ -20,7 +20,7 @@ from pe_lab.lab.claims.verdict import (
     REFUTED,
     UNMEASURED,
     UNTESTABLE,
-    Checked,
+    CheckedPrecondition,
     Judged,
     Judgement,
     Values,
@@ -302,7 +302,7 @@ def _criterion(judged: Judged) -> dict[str, Any]:
     }
 
 
-def _precondition(checked: Checked) -> dict[str, Any]:
+def _precondition(checked: CheckedPrecondition) -> dict[str, Any]:
     return {
         "text": checked.precondition.text,
         "rule": checked.precondition.rule,

@@ -157,7 +157,7 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedPrecondition:
     """A precondition with its number over seeds."""
 
     precondition: Precondition
@@ -172,7 +172,7 @@ class Judgement(NamedTuple):
 
     judged: list[Judged]
     verdict: str
-    checked: list[Checked]
+    checked: list[CheckedPrecondition]
 
 
 def _check_terms(where: str, terms: Sequence[str]) -> None:
@@ -263,12 +263,12 @@ def _judge(criterion: Criterion, values: Values, comparisons: int, missing_is_un
     return min([one for one in each if one.outcome == outcome] or each, key=lambda one: one.mean)
 
 
-def _check(precondition: Precondition, values: Values) -> Checked:
+def _check(precondition: Precondition, values: Values) -> CheckedPrecondition:
     found = number(values, precondition.of)
     mean, low, high = student([found[seed] for seed in sorted(found)], LEVEL)
     least = -math.inf if precondition.least is None else precondition.least
     most = math.inf if precondition.most is None else precondition.most
-    return Checked(precondition, mean, low, high, least <= mean <= most)
+    return CheckedPrecondition(precondition, mean, low, high, least <= mean <= most)
 
 
 def _compare(criterion: Criterion, values: Values, against: str, comparisons: int) -> Judged:

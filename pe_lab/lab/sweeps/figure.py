@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pe_lab.lab.sweeps.grid import label
+from pe_lab.lab.sweeps.cells import label
 from pe_lab.lab.sweeps.table import TRAINING, VALIDATION, SweepTable, numeric
 from pe_lab.page.chart_parts import MOST
 from pe_lab.page.figure_style import OKABE_ITO, look, render

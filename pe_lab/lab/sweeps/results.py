@@ -8,9 +8,8 @@ import math
 from collections.abc import Sequence
 
 from pe_lab import terminal
-from pe_lab.lab.sweeps.cells import Sweep
+from pe_lab.lab.sweeps.cells import Sweep, label
 from pe_lab.lab.sweeps.figure import draw
-from pe_lab.lab.sweeps.grid import label
 from pe_lab.lab.sweeps.table import (
     TRAINING,
     VALIDATION,

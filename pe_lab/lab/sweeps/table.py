@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pe_lab.errors import ConfigError, did_you_mean
-from pe_lab.lab.sweeps.cells import Cell, Sweep
-from pe_lab.lab.sweeps.grid import label, plain, short_keys, split_values
+from pe_lab.lab.sweeps.cells import Sweep, SweepCell, label, plain, short_keys, split_values
 from pe_lab.lab.sweeps.state import is_trained, phases_of
 from pe_lab.results.comparison import by_seed, last_validation
 from pe_lab.results.groups import Spread, spread
@@ -35,7 +34,7 @@ class CellRecord:
       remarks: on scores that are missing, or of a former step (`standing.cautions`).
     """
 
-    cell: Cell
+    cell: SweepCell
     run: Run
     metrics: Mapping[str, float]
     higher: frozenset[str]
@@ -199,7 +198,7 @@ def summarize(
     )
 
 
-def setting_of(cell: Cell, keys: Iterable[str]) -> dict[str, str]:
+def setting_of(cell: SweepCell, keys: Iterable[str]) -> dict[str, str]:
     """The setting of a cell with the keys of all axes: those that its own grid lacked are as in its config."""
     return {key: plain(cell.setting.get(key) or _in_config(cell.config, key)) for key in keys}
 

@@ -1,4 +1,4 @@
-"""The bounds and measurements behind the claims of papers."""
+"""The bounds and measurements behind the statements of papers."""
 
 import math
 
@@ -11,15 +11,13 @@ from hypothesis.extra.numpy import arrays
 
 from pe_lab.lab.theory import (
     dope,
-    dope_entropy,
     drope,
-    drope_lemmas,
     drope_models,
     notebook,
     p_rope,
-    positional_heads,
 )
 from pe_lab.lab.theory import positional_bias as bias
+from pe_lab.lab.theory.p_rope import CASES, attending_sequence, breaking_swaps, first_swap, predicted_distance
 from pe_lab.lab.theory.rotary import (
     BASE,
     HEAD_DIM,
@@ -28,7 +26,6 @@ from pe_lab.lab.theory.rotary import (
     octave_means,
     rotated,
 )
-from pe_lab.lab.theory.swaps import CASES, attending_sequence, breaking_swaps, first_swap, predicted_distance
 from pe_lab.positional import NoPE, NotebookYarn, Rope, apply_rope, frequencies
 from pe_lab.positional.notebook import warped_angles
 from pe_lab.positional.rotation import fixed_point_frequencies
@@ -87,8 +84,8 @@ def test_entry_bound(matrix, seed):
 @given(arrays(np.float64, (2, 5), elements=st.floats(-50, 50).map(lambda x: round(x, 3))))
 def test_lipschitz_constant_of_softmax(ab):
     if np.abs(ab[1]).max() > 0:
-        assert drope_lemmas.softmax_change(*ab) <= 1 + 1e-12
-    tight = drope_lemmas.softmax_change(*drope_lemmas.tightest_change(1e-3))
+        assert drope_models.softmax_change(*ab) <= 1 + 1e-12
+    tight = drope_models.softmax_change(*drope_models.tightest_change(1e-3))
     assert tight <= 1 < 1.01 * tight
 
 
@@ -99,50 +96,46 @@ def test_bounds_by_prefix_spread(seed, deviation):
     hidden = rng.standard_normal(8) + deviation * rng.standard_normal((12, 8))
     hidden *= math.sqrt(8) / np.linalg.norm(hidden, axis=1, keepdims=True)
     projections = rng.standard_normal((3, 8, 4)) * 10 ** rng.uniform(-1, 1, (3, 1, 1))
-    assert max(drope_lemmas.spread_ratios(*projections, hidden)) <= drope_lemmas.SLACK
+    assert max(drope_models.spread_ratios(*projections, hidden)) <= drope_models.SLACK
 
 
 def test_bound_on_logits_is_tight():
-    projection, states = drope_lemmas.opposite_states()
-    ratio = drope_lemmas.spread_ratios(projection, projection, projection, states).logits
-    assert ratio <= drope_lemmas.SLACK < 1.01 * ratio
+    projection, states = drope_models.opposite_states()
+    ratio = drope_models.spread_ratios(projection, projection, projection, states).logits
+    assert ratio <= drope_models.SLACK < 1.01 * ratio
 
 
 @quick
 @given(st.integers(2, 300), st.floats(1e-6, 0.49), st.sampled_from([1, 4, 32]))
 def test_norm_of_positional_heads(tokens, epsilon, count):
     spectrum, distances = INV_FREQ[:count], np.arange(1, tokens)
-    norm = positional_heads.required_norm_squared(
-        tokens, epsilon, float(positional_heads.misalignment(spectrum, distances).min())
-    )
-    assert positional_heads.peak_weight(spectrum, norm, distances) >= 1 - epsilon * (1 + 1e-6)
+    norm = p_rope.required_norm_squared(tokens, epsilon, float(p_rope.misalignment(spectrum, distances).min()))
+    assert p_rope.peak_weight(spectrum, norm, distances) >= 1 - epsilon * (1 + 1e-6)
     # With one other token the bound is an equality, so that a norm 1% too small is not enough.
-    norm = positional_heads.required_norm_squared(
-        2, epsilon, float(positional_heads.misalignment(spectrum, np.arange(1, 2))[0])
-    )
-    assert positional_heads.peak_weight(spectrum, 0.99 * norm, np.arange(1, 2)) < 1 - epsilon
+    norm = p_rope.required_norm_squared(2, epsilon, float(p_rope.misalignment(spectrum, np.arange(1, 2))[0]))
+    assert p_rope.peak_weight(spectrum, 0.99 * norm, np.arange(1, 2)) < 1 - epsilon
 
 
 @quick
 @given(SEEDS, st.integers(2, 12))
 def test_entropies(seed, size):
     rng = np.random.default_rng(seed)
-    gram = dope_entropy.gram(rng.standard_normal((rng.integers(1, 20), size)) * rng.exponential(1, size))
-    spectrum = dope_entropy.spectrum(gram)
-    entropy = dope_entropy.entropy(spectrum)
+    gram = dope.gram(rng.standard_normal((rng.integers(1, 20), size)) * rng.exponential(1, size))
+    spectrum = dope.spectrum(gram)
+    entropy = dope.entropy(spectrum)
     assert -1e-12 <= entropy <= math.log(size) + 1e-12
     assert spectrum[0] >= math.exp(-entropy) * (1 - 1e-9)
     np.testing.assert_allclose(spectrum, np.linalg.svd(gram)[1] / np.trace(gram), atol=1e-9)
-    assert dope_entropy.truncated_rank(spectrum, 1) == 1.0
-    assert dope_entropy.truncated_rank(spectrum, size) == pytest.approx(math.exp(entropy))
+    assert dope.truncated_rank(spectrum, 1) == 1.0
+    assert dope.truncated_rank(spectrum, size) == pytest.approx(math.exp(entropy))
 
 
 def test_entropy_bounds_are_tight():
-    assert dope_entropy.entropy(np.array([0.5, 0.5])) > 0.99 * math.log(2)
+    assert dope.entropy(np.array([0.5, 0.5])) > 0.99 * math.log(2)
     flat_spectrum = np.full(8, 1 / 8)
-    assert flat_spectrum[0] < 1.01 * math.exp(-dope_entropy.entropy(flat_spectrum))
-    ratios = [p * math.exp(dope_entropy.entropy(np.array([p, 1 - p]))) for p in np.linspace(0.5, 0.999, 200)]
-    assert 0.99 * dope_entropy.BAND_LIMIT < max(ratios) < dope_entropy.BAND_LIMIT
+    assert flat_spectrum[0] < 1.01 * math.exp(-dope.entropy(flat_spectrum))
+    ratios = [p * math.exp(dope.entropy(np.array([p, 1 - p]))) for p in np.linspace(0.5, 0.999, 200)]
+    assert 0.99 * dope.BAND_LIMIT < max(ratios) < dope.BAND_LIMIT
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -243,7 +236,7 @@ def test_gradients_of_the_bias_by_the_papers_formula(encoding):
         for head in range(bias.HEADS):
             q, k = (rotated(h @ w[:, head], inv_freq, at) for w in (w_q, w_k))
             logits = np.where(np.tri(len(h)), q @ k.T / math.sqrt(K), -np.inf)
-            np.testing.assert_allclose(drope_lemmas.softmax(logits), alpha[head], atol=1e-5)
+            np.testing.assert_allclose(drope_models.softmax(logits), alpha[head], atol=1e-5)
             for i in (0, 2, 5):
                 g = alpha[head] * (c[i] - (alpha[head] * c[i]).sum(1, keepdims=True))
                 of_query = h.T @ rotated(g @ k, inv_freq, -at) / math.sqrt(K)

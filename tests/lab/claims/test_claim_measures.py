@@ -10,8 +10,7 @@ import pytest
 
 from pe_lab.config import Config, from_dict
 from pe_lab.lab.claims import shape, spikes, trigram
-from pe_lab.lab.claims.measures import largest_excess, lasting_spikes
-from pe_lab.lab.claims.references import Table
+from pe_lab.lab.claims.measures import TrigramTable, largest_excess, lasting_spikes
 from pe_lab.recipes import load_config
 
 WINDOW, LASTS = 20, 5
@@ -94,7 +93,7 @@ def test_a_run_that_diverged_has_a_spike_and_a_finite_excess(tmp_path, lost):
 
 def test_a_table_of_three_tokens_is_a_distribution():
     rng, vocabulary = np.random.default_rng(0), 7
-    table = Table([rng.integers(0, 5, (20, 9)), rng.integers(0, 5, (3, 30))], vocabulary)
+    table = TrigramTable([rng.integers(0, 5, (20, 9)), rng.integers(0, 5, (3, 30))], vocabulary)
     for context in ([1, 2], [6, 6], [0, 6]):  # seen, unseen, seen with an unseen token
         tokens = np.asarray([context] * vocabulary)
         targets = np.stack([np.full(vocabulary, context[1]), np.arange(vocabulary)], 1)
@@ -104,14 +103,14 @@ def test_a_table_of_three_tokens_is_a_distribution():
 def test_a_table_predicts_what_follows_two_tokens():
     """b follows a a, and c follows b a: one token of context cannot tell them apart."""
     windows = np.asarray([[0, 0, 1, 0, 2] * 40])
-    losses = Table([windows], 3).losses(windows[:, :-1], windows[:, 1:])
+    losses = TrigramTable([windows], 3).losses(windows[:, :-1], windows[:, 1:])
     assert losses[0, 6] < 0.1 and losses[0, 3] < 0.1  # b after a a; c after b a
     assert losses[0, 0] > 0.2  # the first has one token of context: a, b or c
 
 
 def test_by_witten_and_bells_rule():
     """By hand: b follows a twice and c once, so two of five parts are left to single tokens."""
-    table = Table([np.asarray([[0, 1], [0, 1], [0, 2]])], 4)
+    table = TrigramTable([np.asarray([[0, 1], [0, 1], [0, 2]])], 4)
     uniform = (2 + 3 * 0.25) / (6 + 3)  # b is two of six tokens, of which three differ
     expected = (2 + 2 * uniform) / (3 + 2)
     assert np.exp(-table.losses(np.asarray([[0]]), np.asarray([[1]])))[0, 0] == pytest.approx(expected)

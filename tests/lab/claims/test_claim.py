@@ -18,9 +18,9 @@ from pe_lab.lab.claims.figure import draw
 from pe_lab.lab.claims.measures import scores
 from pe_lab.lab.claims.page import BEGIN, END, markdown, with_generated
 from pe_lab.lab.claims.results import described, effect, judge_again, leading, point, read_results, rule_changes
-from pe_lab.lab.claims.running import collect, make_levels, records_digest
+from pe_lab.lab.claims.running import collect, make_stages, records_digest
 from pe_lab.lab.claims.verdict import judge
-from pe_lab.lab.sweeps.cells import Cell
+from pe_lab.lab.sweeps.cells import SweepCell
 from pe_lab.model import preset
 from pe_lab.positional import Layer, Rope
 from pe_lab.recipes import load_config
@@ -84,7 +84,7 @@ def claim(tmp_path, monkeypatch):
         start = cell.config.phases[0].init_from or "-"
         return [sys.executable, "-S", "-c", STAND_IN, str(where / cell.name), start]
 
-    monkeypatch.setattr(Cell, "command", command)
+    monkeypatch.setattr(SweepCell, "command", command)
     # The stand-in leaves no checkpoints, of which only an edit of the encodings would need one.
     monkeypatch.setattr("pe_lab.training.run._layers_before", lambda phase, before: None)
     monkeypatch.setattr("pe_lab.claims.draw", lambda result, form: b"drawn elsewhere")
@@ -101,7 +101,7 @@ def test_a_claim_is_run_continued_and_judged(claim, capsys):
     (claim / "broken").touch()
     assert main(command) == 1
     assert "FAILED base__seed=1" in (out := capsys.readouterr().out) and "out of luck" in out
-    assert not (claim / "runs/claims/laptop/child__seed=0").exists()  # its level waits for all parents
+    assert not (claim / "runs/claims/laptop/child__seed=0").exists()  # its stage waits for all parents
 
     (claim / "broken").unlink()
     assert main([*command, "--retry"]) == 0
@@ -305,11 +305,11 @@ def test_committed_results_follow_from_their_numbers_and_rules():
         for arm, about in result["arms"].items():
             assert about["paper"] == claim.recipes.get(arm, ""), result["claim"]
         json.dumps(result, allow_nan=False)
-        assert (Path(__file__).parents[2] / "claims/results" / f"{result['claim']}.png").is_file()
+        assert (Path(__file__).parents[3] / "claims/results" / f"{result['claim']}.png").is_file()
 
 
 def test_the_committed_page_is_the_one_of_the_committed_results():
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     page = (root / "docs/claims.md").read_text()
     assert with_generated(page, markdown(read_results(), "../claims/results")) == page
 
@@ -466,8 +466,8 @@ def test_kept_numbers_are_measured_again_when_code_or_records_change(claim, monk
 
     def measured():
         shown, loaded = [], load_claim("better.py")
-        levels = make_levels(loaded, "laptop", [1], Path("runs/claims/laptop"))
-        return collect(loaded, levels, shown.append)["child"]["validation"][1], len(shown)
+        stages = make_stages(loaded, "laptop", [1], Path("runs/claims/laptop"))
+        return collect(loaded, stages, shown.append)["child"]["validation"][1], len(shown)
 
     assert measured() == (2.01, 0)
     (claim / "shared.py").write_text("END = 'recalibrate'\n")

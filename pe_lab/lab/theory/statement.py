@@ -1,8 +1,70 @@
-"""What the papers write, word for word, for the claims that fail and for notes that name an error.
+"""A statement of a paper that arithmetic checks, and the papers' own words."""
 
-The source of a claim, without ", corrected", -> sentences and formulas of the paper, the latter in LaTeX as published
-on arXiv (the notebook's in its code). [...] stands for words that are left out.
-"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Number = float | list[float]
+CORRECTED = ", corrected"
+
+
+@dataclass(frozen=True)
+class Statement:
+    """A statement of a paper, and what this run measured.
+
+    Where a formula or a constant of the paper fails and a neighbouring one holds, the latter is a record of its own,
+    whose source ends with ", corrected". It is not of the paper.
+
+    Attributes:
+      source: the paper and the number of the theorem or equation.
+      sentence: what is stated.
+      measured: the result of this run, with numbers.
+      holds: whether the numbers agree with the sentence.
+      numbers: every number in `measured`, and the curves of figures, by name.
+      note: what limits the result, or what a test would need in order to be able to fail.
+      quote: the paper's own words (`QUOTES`); every statement that fails has them, and every note that names an error.
+    """
+
+    source: str
+    sentence: str
+    measured: str
+    holds: bool
+    numbers: Mapping[str, Number]
+    note: str = ""
+    quote: str = ""
+
+    @property
+    def corrected(self) -> bool:
+        """Whether this is a form that replaces what a paper has."""
+        return self.source.endswith(CORRECTED)
+
+    @property
+    def verdict(self) -> str:
+        return "holds" if self.holds else "fails"
+
+
+def statement(
+    source: str,
+    sentence: str,
+    measured: str,
+    holds: bool | np.bool_,
+    numbers: Mapping[str, Any],
+    note: str = "",
+) -> Statement:
+    """The record, with `numbers` (floats, sequences, arrays of one axis) as plain floats and lists."""
+    plain = {name: np.asarray(value, np.float64).tolist() for name, value in numbers.items()}
+    quote = QUOTES.get(source.removesuffix(CORRECTED), "")
+    return Statement(source, sentence, measured, bool(holds), plain, note, quote)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the papers write, word for word, for the statements that fail and for notes that name an error: the source of a
+# statement, without ", corrected", -> sentences and formulas of the paper, the latter in LaTeX as published on arXiv
+# (the notebook's in its code). [...] stands for words that are left out.
 
 _QUOTES = {
     "DroPE, Definition 3.1": r"""

@@ -1,15 +1,15 @@
-"""Claims of papers: their verdicts, and the numbers that their sentences name."""
+"""Statements of papers: their verdicts, and the numbers that their sentences name."""
 
 import dataclasses
 import json
 import re
 
 import pytest
-from pe_lab.lab.theory import analysis as theory
 
 from pe_lab import analyze
-from pe_lab.lab.theory.claims import Claim, claims
-from pe_lab.lab.theory.quotes import QUOTES
+from pe_lab.lab.theory import analysis as theory
+from pe_lab.lab.theory.analysis import statements
+from pe_lab.lab.theory.statement import QUOTES, Statement
 from pe_lab.results.findings import read_findings
 
 # By hand, from the papers' proofs.
@@ -73,21 +73,21 @@ FAILS = [
 @pytest.fixture(scope="module")
 def found():
     lines = []
-    every = claims(0, progress=lines.append)
-    assert lines == [f"{claim.source}: {claim.verdict}" for claim in every]
-    return {claim.source: claim for claim in every}
+    every = statements(0, progress=lines.append)
+    assert lines == [f"{one.source}: {one.verdict}" for one in every]
+    return {one.source: one for one in every}
 
 
-@pytest.mark.slow  # 15 s: all claims
-def test_every_claim_is_as_reasoned_by_hand(found):
-    assert {source: claim.holds for source, claim in found.items()} == dict.fromkeys(HOLDS, True) | dict.fromkeys(
+@pytest.mark.slow  # 15 s: all statements
+def test_every_statement_is_as_reasoned_by_hand(found):
+    assert {source: one.holds for source, one in found.items()} == dict.fromkeys(HOLDS, True) | dict.fromkeys(
         FAILS, False
     )
-    for claim in found.values():
-        assert claim.statement.endswith((".", ").")) and claim.measured.endswith((".", ").")), claim.source
-        assert claim.holds or claim.note or f"{claim.source}, corrected" in found, claim.source
-        assert claim.holds or claim.quote, f"{claim.source} fails without the paper's own words"
-        assert claim.holds or not claim.corrected
+    for one in found.values():
+        assert one.sentence.endswith((".", ").")) and one.measured.endswith((".", ").")), one.source
+        assert one.holds or one.note or f"{one.source}, corrected" in found, one.source
+        assert one.holds or one.quote, f"{one.source} fails without the paper's own words"
+        assert one.holds or not one.corrected
     assert set(QUOTES) <= {source.removesuffix(", corrected") for source in found}
 
 
@@ -99,44 +99,45 @@ def flat(value):
 def test_numbers_are_plain_and_name_every_number_of_the_sentence(found):
     """Numbers of the sentence are rounded: each agrees with one of `numbers` (or is in the statement) to its digits."""
     missing = []
-    for claim in found.values():
-        json.dumps(dict(claim.numbers), allow_nan=False)
-        values = [x for value in claim.numbers.values() for x in flat(value)]
+    for one in found.values():
+        json.dumps(dict(one.numbers), allow_nan=False)
+        values = [x for value in one.numbers.values() for x in flat(value)]
         assert values and all(isinstance(x, float) for x in values)
         values += [-x for x in values] + [100 * x for x in values]
-        known = set(re.findall(r"\d[\d,.]*\d|\d", claim.statement)) | {"0", "1", "2"}
-        for text in re.findall(r"(?<![\w.^])\d[\d,]*(?:\.\d+)?(?:e[-+]\d+)?", claim.measured):
+        known = set(re.findall(r"\d[\d,.]*\d|\d", one.sentence)) | {"0", "1", "2"}
+        for text in re.findall(r"(?<![\w.^])\d[\d,]*(?:\.\d+)?(?:e[-+]\d+)?", one.measured):
             number, (mantissa, _, exponent) = float(text.replace(",", "")), text.rstrip(",").partition("e")
             digit = 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))
             if text.rstrip(",") not in known and not any(abs(number - x) <= 0.5001 * digit for x in values):
-                missing.append(f"{claim.source}: {text}")
+                missing.append(f"{one.source}: {text}")
     assert not missing, "\n".join(missing)
 
 
 def test_a_corrected_form_that_fails_is_counted():
-    one = Claim("DoPE, eq. 1", "", "", True, {})
+    one = Statement("DoPE, eq. 1", "", "", True, {})
     form = dataclasses.replace(one, source="DoPE, eq. 2, corrected")
     found = [one, dataclasses.replace(one, holds=False), form, dataclasses.replace(form, holds=False)]
-    counts = "2 claims of the papers: 1 hold, 1 fail. 2 corrected forms beside them: 1 hold, 1 fail."
+    counts = "2 statements of the papers: 1 hold, 1 fail. 2 corrected forms beside them: 1 hold, 1 fail."
     assert theory._counts(found) == counts
 
 
-@pytest.mark.slow  # 2 s besides the claims
-def test_the_command_shows_each_claim_with_its_verdict_and_its_numbers(found, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(theory, "claims", lambda seed, progress: list(found.values()))
+@pytest.mark.slow  # 2 s besides the statements
+def test_the_command_shows_each_statement_with_its_verdict_and_its_numbers(found, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(theory, "statements", lambda seed, progress: list(found.values()))
     assert analyze.main(["theory", f"--out={tmp_path}", "--format=svg"]) == 0
-    corrected = [claim for claim in found.values() if claim.corrected]
+    corrected = [one for one in found.values() if one.corrected]
     assert (
-        f"{len(found) - len(corrected)} claims of the papers: {len(HOLDS) - len(corrected)} hold, {len(FAILS)} fail. "
+        f"{len(found) - len(corrected)} statements of the papers: "
+        f"{len(HOLDS) - len(corrected)} hold, {len(FAILS)} fail. "
         f"{len(corrected)} corrected forms beside them: {len(corrected)} hold, 0 fail."
     ) in " ".join(capsys.readouterr().out.split())
     analysis = read_findings(tmp_path).findings
     rows = {(table.title, *row) for table in analysis.tables for row in table.rows}
-    assert rows == {(*source.split(", ", 1), c.verdict, c.statement) for source, c in found.items()}
-    for sentence, claim in zip(analysis.sentences[:-1], found.values(), strict=True):
-        assert sentence.startswith(f"{claim.source}: {claim.verdict}. ")
-        assert sentence.endswith(f"{claim.measured} {claim.note}".strip())
-        assert claim.corrected or claim.quote in sentence
+    assert rows == {(*source.split(", ", 1), c.verdict, c.sentence) for source, c in found.items()}
+    for sentence, one in zip(analysis.sentences[:-1], found.values(), strict=True):
+        assert sentence.startswith(f"{one.source}: {one.verdict}. ")
+        assert sentence.endswith(f"{one.measured} {one.note}".strip())
+        assert one.corrected or one.quote in sentence
     assert {path.stem for path in tmp_path.glob("*.svg")} == {figure.name for figure in analysis.figures}
 
 

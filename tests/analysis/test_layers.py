@@ -8,16 +8,24 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from pe_lab.analysis import layers as analysis
 
 from pe_lab import analyze
+from pe_lab.analysis import layers as analysis
 from pe_lab.analysis import losses as module
 from pe_lab.analysis.drop_choice import choose_layers
-from pe_lab.analysis.layers import edited_layers, greedy_order, layer_costs
-from pe_lab.analysis.layers_findings import Place
-from pe_lab.analysis.losses import Streams, bin_edges, by_bin, counted_targets, mean_loss, sequence_groups
+from pe_lab.analysis.losses import (
+    EditPlace,
+    Streams,
+    bin_edges,
+    by_bin,
+    counted_targets,
+    edited_layers,
+    greedy_order,
+    mean_loss,
+    sequence_groups,
+)
 from pe_lab.analysis.sequences import Sequences
-from pe_lab.analysis.session import Session
+from pe_lab.analysis.session import AnalysisSession
 from pe_lab.checkpoints import Checkpoint
 from pe_lab.config import ModelConfig
 from pe_lab.data.tokenizers import load_tokenizer
@@ -55,11 +63,11 @@ def text(tokens: np.ndarray = TOKENS) -> Sequences:
     return Sequences("windows", tokens[:, :-1], full, tokens[:, 1:])
 
 
-def session(out: Path, lm: LanguageModel, *options: str, sequences: Sequences | None = None) -> Session:
+def session(out: Path, lm: LanguageModel, *options: str, sequences: Sequences | None = None) -> AnalysisSession:
     argv = ["layers", "--from=made", "--lengths=10,21", f"--sequences={len(TOKENS)}", *options]
     arguments = analyze.parser("layers").parse_args(argv)
     variant = Variant(Subject(lm, "made", "made"), "as trained", "RoPE")
-    made = Session("layers", arguments, out, [variant], ["RoPE"])
+    made = AnalysisSession("layers", arguments, out, [variant], ["RoPE"])
     made.__dict__["sequences"] = text() if sequences is None else sequences
     return made
 
@@ -106,7 +114,7 @@ def test_a_layer_whose_attention_is_not_used_costs_exactly_nothing(lm):
     params["layers"]["attention"]["out"] = params["layers"]["attention"]["out"].at[1].set(0)
     deaf = dataclasses.replace(lm, checkpoint=dataclasses.replace(lm.checkpoint, params=params))
     edits = [drop((n,)).apply(lm.layers) for n in range(3)]
-    costs = layer_costs(deaf, TOKENS[:, :-1], TOKENS[:, 1:], edits)
+    costs = analysis.measure(deaf, TOKENS[:, :-1], TOKENS[:, 1:], edits)
     assert costs.shape == (3, 4, T)
     np.testing.assert_array_equal(costs[1], 0)
     expected = deaf.with_positional(edits[2]).loss_by_position(TOKENS) - deaf.loss_by_position(TOKENS)
@@ -124,7 +132,7 @@ def test_groups_of_sequences_divide_over_the_devices(lm, monkeypatch):
 
 def test_edits_of_heads_keep_the_other_heads():
     after = drop().apply((ROPE,) * 3)
-    edited = edited_layers((ROPE,) * 3, after, [Place(2, 3), Place(0), Place(2, 1)])
+    edited = edited_layers((ROPE,) * 3, after, [EditPlace(2, 3), EditPlace(0), EditPlace(2, 1)])
     assert edited == (after[0], ROPE, dataclasses.replace(ROPE, heads=(HeadEdit((1, 3), NoPE()),)))
 
 
@@ -264,12 +272,12 @@ def test_bad_input_is_one_message(lm, tmp_path, monkeypatch, capsys, options, sa
 
     def opened(name, arguments, out):
         variant = Variant(Subject(lm, "made", "made"), "as trained", "RoPE")
-        made = Session(name, arguments, tmp_path / "out", [variant], ["RoPE"])
+        made = AnalysisSession(name, arguments, tmp_path / "out", [variant], ["RoPE"])
         if not any(option.startswith(("--lengths", "--text")) for option in options):
             made.__dict__["sequences"] = text()
         return made
 
-    monkeypatch.setattr(analyze, "open_session", opened)
+    monkeypatch.setattr("pe_lab.analysis.session.open_session", opened)
     argv = ["layers", "--from=made", "--sequences=4", "--lengths=10,21", f"--out={tmp_path}/out", *options]
     assert analyze.main(argv) == 2
     captured = capsys.readouterr()
