@@ -22,9 +22,9 @@ from pe_lab.parallel.mesh import AXES
 from pe_lab.parallel.topology import CHIPS, parse_topology, placeholder_mesh
 from pe_lab.planning.plan import Plan, make_plan
 from pe_lab.recipes import load_config, recipe_arguments, split_overrides
-from pe_lab.training import compile_train_step, make_optimizer
-from pe_lab.training.memory import step_inputs
-from pe_lab.training.run import plan_phases
+from pe_lab.training.optimizer import make_optimizer
+from pe_lab.training.plan import plan_phases, step_shapes
+from pe_lab.training.step import compile_train_step
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -158,7 +158,7 @@ def test_recipe_traces_on_its_mesh(reference):
             continue
         _traced.add(program)
         optimizer = make_optimizer(phase.config.optimizer, phase.config.steps, model.axes)
-        inputs = step_inputs(model, optimizer, phase.config, phase.schedule, config.data.segments)
+        inputs = *step_shapes(model, optimizer, phase.config, config.data.segments), phase.schedule
         step = compile_train_step(model, optimizer, mesh, AxisRules(), phase.config.accumulate)
         state, metrics = jax.eval_shape(step, *inputs)
         assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import math
 import re
@@ -68,8 +67,6 @@ def make_levels(
 def _make_level(
     study: Study, depth: int, size: str, seeds: Sequence[int], directory: AnyPath, overrides: Mapping[str, str]
 ) -> Level:
-    from pe_lab.training.inheritance import inherit
-
     cells: list[Cell] = []
     edits: list[tuple[Arm, int]] = []
     for arm in (arm for arm in study.all_arms if arm.depth == depth):
@@ -80,7 +77,7 @@ def _make_level(
             name, reference = arm.cell(seed), arm.reference(size, directory, seed)
             keys = {**overrides, **dict.fromkeys(SEEDS, str(seed))}
             try:
-                config = load_config(reference, keys, functools.partial(inherit, workdir=directory / name))
+                config = load_config(reference, keys, inherits=True, workdir=directory / name)
             except UserError as error:
                 raise type(error)(f"arm '{arm.name}': {error}") from None
             cells.append(Cell(name, {"arm": arm.name}, seed, reference, keys, config))

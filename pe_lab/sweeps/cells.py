@@ -8,7 +8,6 @@ import json
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import PurePath
 from typing import Any
 
@@ -149,8 +148,8 @@ def _checked(
     recipe: str, axes: Sequence[Axis], seeds: Sequence[int], overrides: Mapping[str, str], where: AnyPath
 ) -> list[Cell]:
     """The cells; all that is wrong with them is in one error."""
-    from pe_lab.training.inheritance import inherit
-    from pe_lab.training.run import plan_phases
+    from pe_lab.training.plan import plan_phases
+    from pe_lab.training.run import given_layers
 
     cells: list[Cell] = []
     errors: dict[str, list[str]] = {}  # message -> cells
@@ -160,8 +159,8 @@ def _checked(
         keys |= {} if seed is None else dict.fromkeys(SEEDS, str(seed))
         reference = with_arguments(recipe, setting)
         try:
-            config = load_config(reference, {**overrides, **keys}, partial(inherit, workdir=where / name))
-            plan_phases(config)
+            config = load_config(reference, {**overrides, **keys}, inherits=True, workdir=where / name)
+            plan_phases(config, given_layers(config))
             cells.append(Cell(name, setting, seed, reference, {**overrides, **keys}, config))
         except UserError as error:
             errors.setdefault(str(error), []).append(name)

@@ -6,7 +6,6 @@ import shutil
 import signal
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 from tiny_runs import (
@@ -16,6 +15,7 @@ from tiny_runs import (
     compilations_kept,  # noqa: F401
     die,
     fingerprint,
+    opened,
     records,
     tiny,
     train,
@@ -26,7 +26,8 @@ from pe_lab import terminal
 from pe_lab.checkpoints import find_checkpoints, open_checkpoint
 from pe_lab.errors import DataError, TrainingDiverged, UserError
 from pe_lab.identity import config_hash
-from pe_lab.training import Stopped, loop, open_run
+from pe_lab.parallel.stopping import Stopped
+from pe_lab.training import loop
 
 pytestmark = pytest.mark.usefixtures("compilations_kept")
 
@@ -244,13 +245,13 @@ def test_a_phase_can_start_from_any_checkpoint(config, whole, tmp_path):
     # Once it has checkpoints of its own, the phase no longer needs its source.
     gone = tiny(tmp_path / "recipe", phases__0__init_from="nowhere")
     with pytest.raises(UserError, match="There is no checkpoint at 'nowhere'"):
-        open_run(gone, tmp_path / "new", devices=jax.devices()[:1])
+        opened(gone, tmp_path / "new")
 
 
 def test_a_source_of_another_shape_is_refused_before_anything_is_written(config, whole, tmp_path):
     wide = tiny(tmp_path / "recipe", model__d_ff=64, model__kv_heads=1, phases__0__init_from=str(whole / "pretrain"))
     with pytest.raises(UserError, match="is a model of another shape: d_ff 32 -> 64, kv_heads 2 -> 1"):
-        open_run(wide, tmp_path / "run", devices=jax.devices()[:1])
+        opened(wide, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

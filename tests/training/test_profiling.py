@@ -1,6 +1,5 @@
 """The split of a step's time, and traces that the real viewer opens."""
 
-import functools
 import json
 import subprocess
 import sys
@@ -9,19 +8,19 @@ import types
 import jax
 import pytest
 from real_material import xprof
-from tiny_runs import finish, start, write_recipe
+from tiny_runs import finish, start, train_on_one_device, write_recipe
 
-import pe_lab.train
 from pe_lab.errors import ConfigError
 from pe_lab.train import main
-from pe_lab.training import open_run, profiling
+from pe_lab.training import profiling
+from pe_lab.training.ledger import WAITS, StepTimes
 from pe_lab.training.logs import speed_text
-from pe_lab.training.profiling import WAITS, StepTimes, parse_steps
+from pe_lab.training.profiling import parse_steps
 
 
 @pytest.fixture
 def one_device(monkeypatch):
-    monkeypatch.setattr(pe_lab.train, "open_run", functools.partial(open_run, devices=jax.devices()[:1]))
+    train_on_one_device(monkeypatch)
 
 
 def test_a_steps_time_is_what_was_waited_for_and_the_rest(monkeypatch):

@@ -11,8 +11,9 @@ import pytest
 from tiny_runs import REPOSITORY, fingerprint, tiny, write_recipe
 
 from pe_lab.errors import ConfigError
+from pe_lab.identity import LEASE_FILE, claim_workdir, write_run
 from pe_lab.storage.manifest import sealed
-from pe_lab.training.workdir import LEASE_FILE, claim_workdir, working_alone, write_run
+from pe_lab.training.fit import _lease as working_alone
 
 
 def test_a_directory_belongs_to_one_config(tmp_path):
