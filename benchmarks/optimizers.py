@@ -39,7 +39,8 @@ from pe_lab.results.intervals import interval
 from pe_lab.terminal import table
 from pe_lab.training.loop import train_phase
 from pe_lab.training.muon import newton_schulz_flops
-from pe_lab.training.run import open_run, plan_here
+from pe_lab.training.plan import plan_here
+from pe_lab.training.run import open_run
 
 RECIPE = Path(__file__).resolve().parent.parent / "configs" / "speedrun.py"
 GRIDS = {"adamw": (2.5e-3, 5e-3, 1e-2), "muon": (2.5e-3, 5e-3, 1e-2, 2e-2)}

@@ -32,6 +32,8 @@ from pe_lab.terminal import command
 if TYPE_CHECKING:
     from pe_lab.checkpoints.source import Source
 
+Recipe = str | Config | ConfigDict | Mapping[Any, Any]  # a file, or what `get_config` of one returns
+
 
 def load_config(
     reference: str,
@@ -55,7 +57,7 @@ def load_config(
     return from_dict(Config, inherit(tree, workdir) if inherits else tree)
 
 
-def read_recipe(recipe: str | Config | Mapping[Any, Any], overrides: Mapping[str, Any] | None = None) -> dict[Any, Any]:
+def read_recipe(recipe: Recipe, overrides: Mapping[str, Any] | None = None) -> dict[Any, Any]:
     """The keys that a recipe sets, as nested dicts and lists.
 
     Args:
@@ -263,7 +265,7 @@ def _shape() -> list[str]:
     return [field.name for field in dataclasses.fields(ModelConfig) if field.name not in FREE_FIELDS]
 
 
-def workdir_of(tree: Mapping[Any, Any], given: str | None) -> AnyPath:
+def workdir_of(tree: Mapping[Any, Any], given: str | AnyPath | None) -> AnyPath:
     """The directory of a run: --workdir, or runs/NAME.
 
     Raises:

@@ -26,7 +26,8 @@ from pe_lab.recipes import load_config
 from pe_lab.storage.manifest import Manifest, manifest_of
 from pe_lab.training import fit, loop
 from pe_lab.training.loop import train_phase
-from pe_lab.training.run import Run, open_run, plan_here
+from pe_lab.training.plan import plan_here
+from pe_lab.training.run import Run, open_run
 
 REPOSITORY = Path(__file__).parents[1]
 RECIPE = """
@@ -80,13 +81,8 @@ def train(config: Config, workdir: Path, devices: Sequence[Any] | None = None) -
     return last
 
 
-@pytest.fixture
-def one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`pe_lab.fit` and `pe_lab.train.main` train on one device."""
-    train_on_one_device(monkeypatch)
-
-
 def train_on_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets `pe_lab.fit` and `pe_lab.train.main` train on one device."""
     monkeypatch.setattr(fit, "plan_here", functools.partial(plan_here, devices=jax.devices()[:1]))
 
 

@@ -11,8 +11,7 @@ from pe_lab.config import ModelConfig, from_dict
 from pe_lab.model import complete, preset
 from pe_lab.positional import Layer, layers
 from pe_lab.recipes import load_config
-from pe_lab.training.plan import plan_phases
-from pe_lab.training.run import given_layers
+from pe_lab.training.plan import given_layers, plan_phases
 
 
 @dataclass(frozen=True)

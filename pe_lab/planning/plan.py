@@ -21,8 +21,8 @@ from pe_lab.planning.compiled_memory import Compiled, analyze, analyze_program
 from pe_lab.planning.hlo import largest_buffers, parse
 from pe_lab.planning.report import StepReport, report_step
 from pe_lab.positional import Layer, Rope, build_schedule, label
-from pe_lab.training.plan import Estimate, PhasePlan, RunPlan, plan_run, step_shapes
-from pe_lab.training.run import open_pipeline, prepared_directories, read_given
+from pe_lab.training.plan import Estimate, PhasePlan, RunPlan, plan_run, prepared_directories, read_given, step_shapes
+from pe_lab.training.run import open_pipeline
 from pe_lab.training.start import distilled_loss
 from pe_lab.training.step import compile_train_step
 

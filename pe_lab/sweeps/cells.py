@@ -148,8 +148,7 @@ def _checked(
     recipe: str, axes: Sequence[Axis], seeds: Sequence[int], overrides: Mapping[str, str], where: AnyPath
 ) -> list[Cell]:
     """The cells; all that is wrong with them is in one error."""
-    from pe_lab.training.plan import plan_phases
-    from pe_lab.training.run import given_layers
+    from pe_lab.training.plan import given_layers, plan_phases
 
     cells: list[Cell] = []
     errors: dict[str, list[str]] = {}  # message -> cells

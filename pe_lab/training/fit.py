@@ -17,20 +17,20 @@ from pe_lab.output import tell_at_once
 from pe_lab.parallel import all_values, has_accelerator, keep_freed_memory, start_processes
 from pe_lab.parallel.lost_processes import lost_processes
 from pe_lab.parallel.stopping import Interrupts, Stopped, StopRequests, stop_requests, watch_maintenance
-from pe_lab.recipes import inherit, read_recipe, with_prolonged, workdir_of
+from pe_lab.recipes import Recipe, inherit, read_recipe, with_prolonged, workdir_of
 from pe_lab.storage import AnyPath, LeaseTaken, lease
 from pe_lab.terminal import console, waiting
 from pe_lab.training.ledger import FILE as LEDGER
 from pe_lab.training.ledger import Ledger, balance, read_ledger
 from pe_lab.training.loop import train_phase
 from pe_lab.training.machine import machine, versions
-from pe_lab.training.plan import prolong
+from pe_lab.training.plan import plan_here, prolong
 from pe_lab.training.profiling import Profiler
-from pe_lab.training.run import Run, open_run, plan_here
+from pe_lab.training.run import Run, open_run
 
 
 def fit(
-    config: str | Config | Mapping[Any, Any],
+    config: Recipe,
     workdir: str | AnyPath | None = None,
     *,
     overrides: Mapping[str, Any] | None = None,
@@ -61,7 +61,7 @@ def fit(
 
 
 def train_run(
-    recipe: str | Config | Mapping[Any, Any],
+    recipe: Recipe,
     workdir: str | AnyPath | None,
     stops: StopRequests,
     *,

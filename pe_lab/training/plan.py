@@ -1,4 +1,4 @@
-"""A run before anything is opened: its phases, models, mesh and memory, all from its config by arithmetic."""
+"""A run before it is opened: its phases, models, mesh and memory. `plan_run` is arithmetic alone."""
 
 from __future__ import annotations
 
@@ -14,15 +14,21 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from pe_lab.config import Config, ModelConfig, PhaseConfig, ProlongedConfig, check_name
+from pe_lab import storage
+from pe_lab.checkpoints import is_external, open_source
+from pe_lab.config import Config, ModelConfig, PhaseConfig, ProlongedConfig, check_bounds, check_name
+from pe_lab.data.needles import NeedleOptions, place_symbols
+from pe_lab.data.shards import METADATA_FILE, read_metadata
+from pe_lab.data.tokenizers import load_tokenizer, training_size
 from pe_lab.errors import ConfigError, UserError
 from pe_lab.model import Flops, Model, Params, complete, least_parameters, train_flops_per_token
 from pe_lab.model.distillation import learns
 from pe_lab.model.encoding_check import require_causal
-from pe_lab.parallel import AxisRules, balanced_order, check_batch, use_mesh
-from pe_lab.parallel.topology import GIB, Chip
+from pe_lab.parallel import AxisRules, balanced_order, check_batch, check_memory, make_mesh, use_mesh
+from pe_lab.parallel.topology import GIB, Chip, chip_of
 from pe_lab.positional import Layer, Schedule, build_schedule, layers
 from pe_lab.positional.codec import ranges_by
+from pe_lab.storage import AnyPath, is_file
 from pe_lab.training.muon import newton_schulz_bytes, newton_schulz_flops
 from pe_lab.training.optimizer import last_at_peak, learning_rate, make_optimizer
 from pe_lab.training.stability import SkipPolicy, skip_policy
@@ -253,6 +259,82 @@ def _check_retention(config: Config) -> None:
             f"steps, and checkpoints are saved every {saved.every_steps}: make checkpoint.every_steps a multiple of "
             "log.validate_every_steps."
         )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On this machine, and what is read of files
+
+
+def plan_here(config: Config, devices: Sequence[Any] | None = None) -> RunPlan:
+    """The plan of a run on this machine: on `devices`, by default all of all processes.
+
+    Raises:
+      UserError: as `plan_run`; or not even the least that a phase needs fits this machine.
+    """
+    check_bounds(config, "config")
+    mesh = make_mesh(config.mesh, devices)
+    here = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+    for i, phase in enumerate(config.phases):
+        parameters, needed = least_memory(config, phase)
+        tokens = phase.batch_size * phase.sequence_length
+        what = f"config.phases[{i}] ('{phase.name}'): training {parameters:,} parameters on {tokens:,} tokens a step"
+        check_memory(int(needed * len(here) / mesh.size), what, here)
+    return plan_run(config, mesh, read_given(config), chip_of(mesh.devices.flat[0]), must_fit=True)
+
+
+def read_given(config: Config) -> Given:
+    """What a plan of this config needs of files: the vocabulary of its data, and the layers of checkpoints.
+
+    Raises:
+      UserError: a file is damaged, or the vocabulary is not known without one that is missing.
+    """
+    layers = given_layers(config)
+    return Given(config.model.vocab_size or _data_vocabulary(config), layers)
+
+
+def given_layers(config: Config) -> dict[int, tuple[Layer, ...]]:
+    """The layers of the checkpoints that phases start from, by the index of the phase; those that are there."""
+    found = {}
+    for i, phase in enumerate(config.phases):
+        try:
+            if phase.init_from not in ("", "random") and (
+                is_external(phase.init_from) or start_path(phase).is_dir()
+            ):  # else it is missing, which training says
+                found[i] = open_source(phase.init_from).layers
+        except UserError as error:
+            raise type(error)(f"config.phases[{i}] ('{phase.name}'): {error}") from None
+    return found
+
+
+def start_path(phase: PhaseConfig) -> AnyPath:
+    """The path of the checkpoint of pe_lab that a phase starts from."""
+    return storage.path(f"init_from of phase '{phase.name}'", phase.init_from)
+
+
+def prepared_directories(config: Config) -> list[AnyPath]:
+    """The prepared directories of a config's text; [] if some text is not prepared, or is not here."""
+    data = config.data
+    text = [source.source for source in data.sources if source.source != "needles"]
+    text = [f"prepared:{data.prepared}"] if data.prepared else text
+    found = [storage.path("data", name.removeprefix("prepared:")) for name in text if name.startswith("prepared:")]
+    return found if len(found) == len(text) and all(is_file(path / METADATA_FILE) for path in found) else []
+
+
+def _data_vocabulary(config: Config) -> int:
+    """The size of the vocabulary of a config's data, from the name or the file of its tokenizer."""
+    data = config.data
+    needles = [NeedleOptions.from_mapping(s.options) for s in data.sources if s.source == "needles"]
+    size = training_size(data.tokenizer)
+    try:
+        if prepared := prepared_directories(config):
+            size = read_metadata(prepared[0]).vocab_size
+        elif data.prepared:
+            size = read_metadata(storage.path("data.prepared", data.prepared)).vocab_size
+        elif size is None:
+            size = load_tokenizer(data.tokenizer).vocab_size
+    except UserError as error:
+        raise type(error)(f"The tokenizer determines the vocabulary. {error} Or set model.vocab_size.") from None
+    return place_symbols(dict(enumerate(needles)), size)[1]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -19,11 +19,10 @@ from pe_lab.checkpoints import is_external, open_source
 from pe_lab.checkpoints.locating import DIRECTORY, steps_in, stored_metadata
 from pe_lab.checkpoints.source import Source
 from pe_lab.checkpoints.surgery import check_same_shape
-from pe_lab.config import Config, PhaseConfig, check_bounds
+from pe_lab.config import Config
 from pe_lab.data.held_out import validation_batches
-from pe_lab.data.needles import NeedleOptions, NeedleWindows, place_symbols
+from pe_lab.data.needles import NeedleWindows
 from pe_lab.data.pipeline import Pipeline, build_pipeline
-from pe_lab.data.shards import METADATA_FILE, read_metadata
 from pe_lab.data.tokenizers import (
     KIND_FILE,
     Tokenizer,
@@ -31,19 +30,18 @@ from pe_lab.data.tokenizers import (
     load_tokenizer,
     same_ids,
     save_tokenizer,
-    training_size,
 )
 from pe_lab.errors import CheckpointError, ConfigError, UserError
 from pe_lab.model import Model
-from pe_lab.parallel import AxisRules, check_memory, make_mesh
+from pe_lab.parallel import AxisRules
 from pe_lab.parallel.topology import chip_of
-from pe_lab.positional import Layer, label_layers
-from pe_lab.storage import AnyPath, absolute, exists, is_file, move_tree, new_directory, read_records
+from pe_lab.positional import label_layers
+from pe_lab.storage import AnyPath, absolute, exists, move_tree, new_directory, read_records
 from pe_lab.terminal import console
 from pe_lab.training.ledger import Ledger
 from pe_lab.training.machine import Peak, peak_flops
 from pe_lab.training.optimizer import learning_rate
-from pe_lab.training.plan import Given, PhasePlan, RunPlan, least_memory, plan_run, vocabulary
+from pe_lab.training.plan import PhasePlan, RunPlan, plan_run, start_path, vocabulary
 from pe_lab.training.profiling import Profiler
 from pe_lab.training.step import Batch
 from pe_lab.training.trackers import check_trackers
@@ -130,82 +128,6 @@ class Run:
         return f"Run('{self.workdir}', {size}; {'; '.join(described)})"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Planning here, and opening
-
-
-def plan_here(config: Config, devices: Sequence[Any] | None = None) -> RunPlan:
-    """The plan of a run on this machine: on `devices`, by default all of all processes.
-
-    Raises:
-      UserError: as `plan_run`; or not even the least that a phase needs fits this machine.
-    """
-    check_bounds(config, "config")
-    mesh = make_mesh(config.mesh, devices)
-    here = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
-    for i, phase in enumerate(config.phases):
-        parameters, needed = least_memory(config, phase)
-        tokens = phase.batch_size * phase.sequence_length
-        what = f"config.phases[{i}] ('{phase.name}'): training {parameters:,} parameters on {tokens:,} tokens a step"
-        check_memory(int(needed * len(here) / mesh.size), what, here)
-    return plan_run(config, mesh, read_given(config), chip_of(mesh.devices.flat[0]), must_fit=True)
-
-
-def read_given(config: Config) -> Given:
-    """What a plan of this config needs of files: the vocabulary of its data, and the layers of checkpoints.
-
-    Raises:
-      UserError: a file is damaged, or the vocabulary is not known without one that is missing.
-    """
-    layers = given_layers(config)
-    return Given(config.model.vocab_size or _data_vocabulary(config), layers)
-
-
-def given_layers(config: Config) -> dict[int, tuple[Layer, ...]]:
-    """The layers of the checkpoints that phases start from, by the index of the phase; those that are there."""
-    found = {}
-    for i, phase in enumerate(config.phases):
-        try:
-            if phase.init_from not in ("", "random") and (
-                is_external(phase.init_from) or start_path(phase).is_dir()
-            ):  # else it is missing, which training says
-                found[i] = open_source(phase.init_from).layers
-        except UserError as error:
-            raise type(error)(f"config.phases[{i}] ('{phase.name}'): {error}") from None
-    return found
-
-
-def start_path(phase: PhaseConfig) -> AnyPath:
-    """The path of the checkpoint of pe_lab that a phase starts from."""
-    return storage.path(f"init_from of phase '{phase.name}'", phase.init_from)
-
-
-def prepared_directories(config: Config) -> list[AnyPath]:
-    """The prepared directories of a config's text; [] if some text is not prepared, or is not here."""
-    data = config.data
-    text = [source.source for source in data.sources if source.source != "needles"]
-    text = [f"prepared:{data.prepared}"] if data.prepared else text
-    found = [storage.path("data", name.removeprefix("prepared:")) for name in text if name.startswith("prepared:")]
-    return found if len(found) == len(text) and all(is_file(path / METADATA_FILE) for path in found) else []
-
-
-def _data_vocabulary(config: Config) -> int:
-    """The size of the vocabulary of a config's data, from the name or the file of its tokenizer."""
-    data = config.data
-    needles = [NeedleOptions.from_mapping(s.options) for s in data.sources if s.source == "needles"]
-    size = training_size(data.tokenizer)
-    try:
-        if prepared := prepared_directories(config):
-            size = read_metadata(prepared[0]).vocab_size
-        elif data.prepared:
-            size = read_metadata(storage.path("data.prepared", data.prepared)).vocab_size
-        elif size is None:
-            size = load_tokenizer(data.tokenizer).vocab_size
-    except UserError as error:
-        raise type(error)(f"The tokenizer determines the vocabulary. {error} Or set model.vocab_size.") from None
-    return place_symbols(dict(enumerate(needles)), size)[1]
-
-
 def open_run(
     plan: RunPlan, workdir: str | AnyPath, ledger: Ledger | None = None, profiler: Profiler | None = None
 ) -> Run:
@@ -231,7 +153,7 @@ def open_run(
         check_same_shape(start.model, plan.models[index].config, f"The checkpoint '{start.display_name}'", its)
     # A later phase may have windows that are longer than the corpus, so the data of every phase is opened.
     pipelines = [open_pipeline(plan, phase) for phase in plan.phases]
-    config = _with_steps(config, pipelines, workdir)
+    config = _with_steps(plan, pipelines, workdir)
     if config != plan.config:
         chip = chip_of(plan.mesh.devices.flat[0])
         plan = plan_run(config, plan.mesh, plan.given, chip, must_fit=True)
@@ -269,14 +191,14 @@ def _check_tokenizer(source: Source, tokenizer: Tokenizer, where: str) -> None:
         )
 
 
-def _with_steps(config: Config, pipelines: Sequence[Pipeline], workdir: AnyPath) -> Config:
+def _with_steps(plan: RunPlan, pipelines: Sequence[Pipeline], workdir: AnyPath) -> Config:
     """The config with the steps of phases that have `epochs`; checks that no source runs dry in any phase.
 
     Both count from the last checkpoint on, because the batches before it may have had another size. A phase that was
     made longer has the steps that `--until` gave it.
     """
     phases = []
-    for i, (phase, pipeline) in enumerate(zip(config.phases, pipelines, strict=True)):
+    for i, (phase, pipeline) in enumerate(zip(plan.config.phases, pipelines, strict=True)):
         try:
             _set_position(pipeline, workdir / phase.name / DIRECTORY)
             if phase.epochs and not phase.prolonged:
@@ -287,7 +209,7 @@ def _with_steps(config: Config, pipelines: Sequence[Pipeline], workdir: AnyPath)
         except UserError as error:
             raise type(error)(f"config.phases[{i}] ('{phase.name}'): {error}") from None
         phases.append(phase)
-    return dataclasses.replace(config, phases=tuple(phases))
+    return dataclasses.replace(plan.config, phases=tuple(phases))
 
 
 def _set_position(pipeline: Pipeline, checkpoints: AnyPath) -> None:

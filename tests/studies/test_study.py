@@ -10,10 +10,11 @@ from matplotlib.figure import SubFigure
 from tiny_runs import finish, start, write_recipe
 
 from pe_lab.checkpoints import open_source
+from pe_lab.config import Config, from_dict
 from pe_lab.errors import ConfigError
 from pe_lab.model import preset
 from pe_lab.positional import Layer, Rope
-from pe_lab.recipes import load_config
+from pe_lab.recipes import read_recipe
 from pe_lab.studies import Arm, Criterion, Precondition, Reference, Study, load_studies
 from pe_lab.studies.figure import draw
 from pe_lab.studies.measures import scores
@@ -207,7 +208,7 @@ def test_every_study_loads_and_their_arms_agree():
     for study in load_studies(names):
         assert study.claim.endswith(".") and study.paper
         for recipe in study.recipes.values():
-            assert load_config(recipe, inherit=_with_shape).phases
+            assert from_dict(Config, _with_shape(read_recipe(recipe))).phases
         assert study.quote or study.paper.startswith("ours"), study.name  # a paper's claim is in its own words
     assert load_study("p_rope").rule[0] == "p_rope_75: validation prose < rope: validation prose + 0.01"
 

@@ -12,7 +12,7 @@ from tiny_runs import finish, start, train_on_one_device, write_recipe
 
 from pe_lab.errors import ConfigError
 from pe_lab.train import main
-from pe_lab.training import profiling
+from pe_lab.training import ledger
 from pe_lab.training.ledger import WAITS, StepTimes
 from pe_lab.training.logs import speed_text
 from pe_lab.training.profiling import parse_steps
@@ -25,7 +25,7 @@ def one_device(monkeypatch):
 
 def test_a_steps_time_is_what_was_waited_for_and_the_rest(monkeypatch):
     clock = iter([0.0, 0.02, 0.05, 0.06, 0.1, 0.12])  # at the start and the end of each wait
-    monkeypatch.setattr(profiling, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(ledger, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
     times = StepTimes()
     for what in ("device", "input", "device"):
         with times.wait(what):
@@ -39,7 +39,7 @@ def test_a_steps_time_is_what_was_waited_for_and_the_rest(monkeypatch):
 @pytest.mark.parametrize(("backend", "seconds"), [("cpu", 0.5), ("tpu", 0.0)])
 def test_a_cpu_computes_a_step_as_it_is_started(monkeypatch, backend, seconds):
     clock = iter([0.0, 0.5])
-    monkeypatch.setattr(profiling, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(ledger, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     times = StepTimes()
     with times.dispatch():
