@@ -160,10 +160,10 @@ class Module:
             found = names.get(found.operands[0])
         return (found.integer or 0) if found is not None else 0
 
-    def walk(self, computation: str = "", times: int = 1, inside: tuple[Instruction, ...] = ()) -> Iterator[Step]:
+    def walk(self, computation: str = "", times: int = 1, inside: tuple[Instruction, ...] = ()) -> Iterator[Execution]:
         """Every instruction that runs, with how often, and the instructions whose computations it lies in."""
         for one in self.computations[computation or self.entry]:
-            yield Step(one, times, inside)
+            yield Execution(one, times, inside)
             if one.opcode in (
                 "reduce",
                 "reduce-window",
@@ -209,7 +209,7 @@ _STRUCTURE = (
 )  # fmt: skip
 
 
-class Step(NamedTuple):
+class Execution(NamedTuple):
     """An instruction that runs `times` times in a step of the program, inside the calls `inside`."""
 
     instruction: Instruction

@@ -241,9 +241,9 @@ class StepTimes:
     device has work, and the time of a step is the time of its computation; otherwise the device idles.
     """
 
-    def __init__(self, ledger: Ledger | None = None) -> None:
+    def __init__(self, ledger: Ledger) -> None:
         self._waited: Counter[str] = Counter()
-        self._ledger = ledger or Ledger()
+        self._ledger = ledger
 
     @contextlib.contextmanager
     def wait(self, what: str) -> Iterator[None]:

@@ -49,7 +49,7 @@ from pe_lab.training.step import (
 from pe_lab.training.trackers import Background, Session, open_trackers
 
 
-class Programs(NamedTuple):
+class PhasePrograms(NamedTuple):
     """What a phase computes; a program is compiled when it is first called.
 
     Attributes:
@@ -129,7 +129,7 @@ def train_phase(run: Run, phase: PhasePlan, previous: AnyPath | None) -> AnyPath
 def _train_steps(
     run: Run,
     phase: PhasePlan,
-    programs: Programs,
+    programs: PhasePrograms,
     store: Store,
     stops: StopRequests,
     start: Start,
@@ -288,7 +288,7 @@ def _programs(
     optimizer: optax.GradientTransformation,
     shardings: Shardings,
     schedule: Schedule,
-) -> Programs:
+) -> PhasePrograms:
     """What the phase computes, from its schedule on the devices; opens its teacher."""
     config, positions = run.config, None
     if phase.config.random_positions:
@@ -300,7 +300,7 @@ def _programs(
     if every:
         replay = Replay(every, *how, config.compiler_options, run.out.print, inputs.distilled)
     evaluators = [validation(run, phase, shardings, schedule)]
-    return Programs(shardings, train_step, inputs, replay, evaluators, run.plan.flops(phase).plus(inputs.flops))
+    return PhasePrograms(shardings, train_step, inputs, replay, evaluators, run.plan.flops(phase).plus(inputs.flops))
 
 
 def _open_logs(run: Run, phase: PhasePlan, start: Start, pipeline: Pipeline) -> PhaseLogs:

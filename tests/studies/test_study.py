@@ -87,7 +87,7 @@ def study(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Cell, "command", command)
     # The stand-in leaves no checkpoints, of which only an edit of the encodings would need one.
-    monkeypatch.setattr("pe_lab.training.run._layers_before", lambda phase, before: None)
+    monkeypatch.setattr("pe_lab.training.plan.given_layers", lambda config: {})
     monkeypatch.setattr("pe_lab.study.draw", lambda result, form: b"drawn elsewhere")
     return tmp_path
 

@@ -112,7 +112,7 @@ def test_what_takes_long_before_the_first_step_is_told(tmp_path, capsys, monkeyp
 
 
 def test_a_model_that_was_trained_from_python_has_its_tokenizer(whole):
-    """`whole` was trained by open_run and train_phase, not by the command."""
+    """`whole` was trained by `train_phase`, not by the command."""
     lm = pe_lab.load(whole)
     assert lm.tokenizer is not None and lm.tokenizer.fingerprint == "bytes-257"
     assert isinstance(lm.generate("a", max_new_tokens=2), str)
