@@ -18,13 +18,13 @@ from pe_lab.analysis.session import add_arguments, footprint, open_session
 from pe_lab.analysis.studies import STUDIES
 from pe_lab.analysis.study import Study, write_study
 from pe_lab.errors import ConfigError, did_you_mean, redacted
+from pe_lab.identity import machine, versions
 from pe_lab.page import frequency_figures, study_figures
 from pe_lab.parallel import on_first, one_program
 from pe_lab.positional import build_schedule, describe
 from pe_lab.recipes import split_overrides
 from pe_lab.storage import AnyPath, write_files
 from pe_lab.terminal import argument_parser, console, table, works_on
-from pe_lab.training.machine import machine, versions
 
 FORMATS = ("pdf", "svg", "png")
 

@@ -1,12 +1,19 @@
-"""What a run is: the keys that its results depend on, those that may change between two starts, and its run.json."""
+"""What a run is: the keys that its results depend on, those that may change between two starts, and its run.json.
+
+run.json also has the versions and the machine, which results of every kind name.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
 import hashlib
+import importlib.metadata
 import json
+import os
+import platform
 import re
+import socket
 from collections.abc import Mapping
 from typing import Any
 
@@ -235,10 +242,8 @@ def _of_trained_phases(workdir: AnyPath, config: Config, found: Mapping[str, tup
     return refused
 
 
-def write_run(
-    workdir: AnyPath, config: Config, command: str, before: Mapping[str, Any], about: Mapping[str, Any] | None = None
-) -> None:
-    """Writes run.json: the config, what `about` says of versions and machine, and the changes since earlier starts.
+def write_run(workdir: AnyPath, config: Config, command: str, before: Mapping[str, Any]) -> None:
+    """Writes run.json: the config, the versions and the machine, and what has changed since earlier starts.
 
     It has its own digest. `before` is the run.json of the last start, whose date and command stay.
     """
@@ -253,9 +258,41 @@ def write_run(
         "command": before.get("command", command),
         "created": before.get("created", now),
         "changes": changes,
-        **(about or {}),
+        "versions": versions(),
+        "machine": machine(),
         "notes": to_json(config.notes),
         "config": to_json(config),
         "identity": identity(config),
     }
     write_json(workdir / RUN_FILE, sealed(run))
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python and of the packages that a result depends on."""
+    names = ("pe-lab", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+    found = {"python": platform.python_version()}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """The platform, devices, memory and host of this process."""
+    import jax
+
+    from pe_lab.parallel import host_memory
+
+    device = jax.devices()[0]
+    return {
+        "platform": device.platform,
+        "device": device.device_kind,
+        "devices": jax.device_count(),
+        "processes": jax.process_count(),
+        "cpus": os.cpu_count(),
+        "memory_gib": round(host_memory() / 2**30, 1),
+        "host": socket.gethostname(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }

@@ -23,7 +23,6 @@ from pe_lab.terminal import console, waiting
 from pe_lab.training.ledger import FILE as LEDGER
 from pe_lab.training.ledger import Ledger, balance, read_ledger
 from pe_lab.training.loop import train_phase
-from pe_lab.training.machine import machine, versions
 from pe_lab.training.plan import plan_here, prolong
 from pe_lab.training.profiling import Profiler
 from pe_lab.training.run import Run, open_run
@@ -83,7 +82,7 @@ def train_run(
     workdir = workdir_of(tree, workdir)
     saved = saved_config(workdir)
     config = from_dict(Config, with_prolonged(inherit(tree, workdir), saved))
-    if not has_accelerator():
+    if stops.whole_process and not has_accelerator():
         keep_freed_memory()  # before JAX starts; halves the processor time of a small step
     if until and saved is None:
         raise ConfigError(f"--until={until}: there is no run in '{workdir}'. A new one has the steps of its recipe.")
@@ -100,7 +99,7 @@ def train_run(
     with _lease(workdir, out.print):
         if jax.process_index() == 0:
             ledger.path = workdir / LEDGER
-            write_run(workdir, run.config, command, before, {"versions": versions(), "machine": machine()})
+            write_run(workdir, run.config, command, before)
         out.print(
             f"{config.name}: {run.models[0].num_parameters:,} parameters, {len(run.phases)} phases, "
             f"mesh {dict(run.mesh.shape)}, in {workdir}"

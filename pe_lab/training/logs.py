@@ -6,17 +6,11 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
-
-from pe_lab.checkpoints.checkpoint import metadata_of
 from pe_lab.config import to_json
 from pe_lab.errors import DataError
-from pe_lab.identity import config_hash
-from pe_lab.model import Flops
-from pe_lab.positional import describe, label
-from pe_lab.positional.codec import ranges
+from pe_lab.identity import config_hash, versions
 from pe_lab.storage import (
     AnyPath,
     AppendedLog,
@@ -28,12 +22,21 @@ from pe_lab.storage import (
 from pe_lab.storage.manifest import salvage_sealed, sealed
 from pe_lab.terminal import console
 from pe_lab.training.ledger import WAITS, StepTimes
-from pe_lab.training.machine import versions
-from pe_lab.training.plan import PhasePlan
-from pe_lab.training.run import Run
 from pe_lab.training.trackers import Background, numbers_of
 
+if TYPE_CHECKING:  # pe_lab.verify reads logs, and does without JAX
+    from pe_lab.model import Flops
+    from pe_lab.training.plan import PhasePlan
+    from pe_lab.training.run import Run
+
 PHASE_FILE, LOGS = "phase.json", ("metrics", "speed", "spikes")
+
+
+def _writes() -> bool:
+    """Whether this is the process that writes."""
+    import jax
+
+    return jax.process_index() == 0
 
 
 class PhaseLogs:
@@ -58,7 +61,7 @@ class PhaseLogs:
         self._logs: dict[str, AppendedLog] = {}
         self._directory = directory
         self._trackers: Sequence[Background] = ()
-        if jax.process_index() != 0:
+        if not _writes():
             return
 
         def stays(record: Mapping[str, Any]) -> bool:
@@ -82,7 +85,7 @@ class PhaseLogs:
 
     def write(self, name: str, record: Mapping[str, Any]) -> None:
         """Appends a record of one step to a log of `LOGS`; numbers of metrics and speed also go to the trackers."""
-        if jax.process_index() != 0:
+        if not _writes():
             return
         if name not in self._logs:  # spikes.jsonl exists where there was one
             self._logs[name] = AppendedLog(self._directory / f"{name}.jsonl", waits=True)
@@ -237,8 +240,11 @@ def write_phase(
     `flops` is per token, `lineage` of the checkpoint that was read or saved last, `status` running or complete; the
     session began at step `started` and took `seconds`.
     """
-    if jax.process_index() != 0:
+    if not _writes():
         return
+    from pe_lab.positional import describe, label
+    from pe_lab.positional.codec import ranges
+
     model = run.models[phase.index]
     encodings = []
     for encoding, equal in itertools.groupby(enumerate(phase.layers), key=lambda item: label(item[1])):
@@ -280,7 +286,7 @@ def mark_complete(directory: AnyPath, expected: Mapping[str, Any] | None = None)
     the last checkpoint, `expected`. Returns whether there is a whole phase.json.
     """
     path, record = directory / PHASE_FILE, {"status": "complete"}
-    if jax.process_index() == 0:
+    if _writes():
         logs = {}
         for name in LOGS:
             told: list[str] = []
@@ -312,6 +318,10 @@ def checkpoint_metadata(
     `tokens` were read in the phase so far. `stability` is the state of its `Monitor`, `log` the digest of
     metrics.jsonl.
     """
+    import jax
+
+    from pe_lab.checkpoints.checkpoint import metadata_of
+
     model, seed, step = run.models[phase.index].config, run.config.seed, lineage[-1]["step"]
     return metadata_of(
         model,

@@ -9,7 +9,7 @@ import secrets
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -39,14 +39,34 @@ from pe_lab.positional import label_layers
 from pe_lab.storage import AnyPath, absolute, exists, move_tree, new_directory, read_records
 from pe_lab.terminal import console
 from pe_lab.training.ledger import Ledger
-from pe_lab.training.machine import Peak, peak_flops
 from pe_lab.training.optimizer import learning_rate
 from pe_lab.training.plan import PhasePlan, RunPlan, plan_run, start_path, vocabulary
 from pe_lab.training.profiling import Profiler
 from pe_lab.training.step import Batch
 from pe_lab.training.trackers import check_trackers
 
+if TYPE_CHECKING:
+    from pe_lab.language_model import LanguageModel
+
 METRICS = "metrics.jsonl"  # of a phase
+
+
+class Peak(NamedTuple):
+    """FLOP/s of all devices together, and the source of the number; 0 = unknown."""
+
+    flops: float
+    source: str
+
+
+def peak_flops() -> Peak:
+    """The data sheet's peak of the accelerators. Of a CPU it is unknown, so no MFU is shown."""
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        return Peak(0.0, "unknown for a CPU")
+    chip = chip_of(device)
+    if chip.peak:
+        return Peak(chip.peak * jax.device_count(), f"{chip.name} data sheet, bf16")
+    return Peak(0.0, f"unknown for {device.device_kind}")
 
 
 @dataclass(frozen=True, repr=False)
@@ -106,7 +126,7 @@ class Run:
                 found += [{"phase": phase.name, **record} for record in read_records(path, partial=True)]
         return found
 
-    def language_model(self, phase: str = "") -> Any:
+    def language_model(self, phase: str = "") -> LanguageModel:
         """The `LanguageModel` of the last checkpoint, or of that of a phase.
 
         Raises:
@@ -153,13 +173,13 @@ def open_run(
         check_same_shape(start.model, plan.models[index].config, f"The checkpoint '{start.display_name}'", its)
     # A later phase may have windows that are longer than the corpus, so the data of every phase is opened.
     pipelines = [open_pipeline(plan, phase) for phase in plan.phases]
-    config = _with_steps(plan, pipelines, workdir)
-    if config != plan.config:
-        chip = chip_of(plan.mesh.devices.flat[0])
-        plan = plan_run(config, plan.mesh, plan.given, chip, must_fit=True)
+    config, tokens = _with_steps(plan, pipelines, workdir), pipelines[0].vocab_size
+    vocabulary(config, tokens)
+    given = plan.given._replace(vocab_size=config.model.vocab_size or tokens)
+    if (config, given) != (plan.config, plan.given):
+        plan = plan_run(config, plan.mesh, given, chip_of(plan.mesh.devices.flat[0]), must_fit=True)
     mixtures = tuple(p.describe(phase.config.steps) for p, phase in zip(pipelines, plan.phases, strict=True))
     tokenizer = pipelines[0].tokenizer
-    vocabulary(config, pipelines[0].vocab_size)
     for phase in plan.phases:
         plan.attention(phase)
     for index, start in starts.items():

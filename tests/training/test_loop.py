@@ -28,6 +28,7 @@ from pe_lab.errors import DataError, TrainingDiverged, UserError
 from pe_lab.identity import config_hash
 from pe_lab.parallel.stopping import Stopped
 from pe_lab.training import loop
+from pe_lab.training.evaluators import Evaluator
 
 pytestmark = pytest.mark.usefixtures("compilations_kept")
 
@@ -76,6 +77,21 @@ def test_learned_values_of_encodings_are_logged_by_layer_where_the_loss_is_valid
         assert sum(name.startswith("learned/") for name in record) == 9
     out = capsys.readouterr().out
     assert "t5.table" in out and "ssmax.scale" in out  # `describe`, at the start
+
+
+def test_another_evaluator_runs_in_the_loop_and_is_logged_under_its_prefix(tmp_path, monkeypatch):
+    made = loop._programs
+
+    def with_probe(*args):
+        programs = made(*args)
+        probe = Evaluator("validation", lambda step, params: {"step": 2.0 * step}, 3, prefix="probe/")
+        return programs._replace(evaluators=[*programs.evaluators, probe])
+
+    monkeypatch.setattr(loop, "_programs", with_probe)
+    one = "[{'name': 'only', 'steps': 5, 'batch_size': 8, 'sequence_length': 16, 'optimizer': {'warmup_steps': 1}}]"
+    train(tiny(tmp_path / "recipe", phases=one), tmp_path / "run")
+    logged = [(r["step"], r["probe/step"]) for r in records(tmp_path / "run/only/metrics.jsonl") if "probe/step" in r]
+    assert logged == [(0, 0.0), (3, 6.0), (5, 10.0)]
 
 
 @pytest.mark.slow

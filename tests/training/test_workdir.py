@@ -14,7 +14,6 @@ from pe_lab.errors import ConfigError
 from pe_lab.identity import LEASE_FILE, claim_workdir, write_run
 from pe_lab.storage.manifest import sealed
 from pe_lab.training.fit import _lease
-from pe_lab.training.machine import versions
 
 
 def test_a_directory_belongs_to_one_config(tmp_path):
@@ -48,8 +47,7 @@ def test_the_date_and_command_of_the_first_session_stay(tmp_path):
     config, path = tiny(tmp_path / "recipe"), tmp_path / "run" / "run.json"
     write_run(tmp_path / "run", config, "first command", {})
     path.write_text(json.dumps(sealed({**json.loads(path.read_text()), "created": "2026-01-01", "versions": {}})))
-    about = {"versions": versions()}
-    write_run(tmp_path / "run", config, "second command", claim_workdir(tmp_path / "run", config), about)
+    write_run(tmp_path / "run", config, "second command", claim_workdir(tmp_path / "run", config))
     run = json.loads(path.read_text())
     assert (run["command"], run["created"]) == ("first command", "2026-01-01")
     assert run["versions"]["jax"] == jax.__version__ and run["notes"]["paper"] == "none"
