@@ -25,10 +25,10 @@ import numpy as np
 
 import pe_lab
 from pe_lab.analysis import frequency_use, heads, logit_bounds
+from pe_lab.identity import machine, versions
 from pe_lab.model import Model
 from pe_lab.storage import write_json
 from pe_lab.terminal import command, table
-from pe_lab.training.machine import machine, versions
 
 ALLOWED = 3.0
 TOKENS = 1024  # of a chunk of logits

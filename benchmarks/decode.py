@@ -37,13 +37,13 @@ import pe_lab
 from pe_lab.checkpoints import Checkpoint
 from pe_lab.config import ModelConfig, from_dict
 from pe_lab.errors import UserError
+from pe_lab.identity import machine, versions
 from pe_lab.language_model import LanguageModel
 from pe_lab.model import Model, Statistics, preset
 from pe_lab.parallel import start_processes
 from pe_lab.parallel.host_memory import keep_freed_memory
 from pe_lab.positional import Rope, layers
 from pe_lab.terminal import command
-from pe_lab.training.machine import machine, versions
 
 ROPE_BASE = 100000.0
 LONGEST = 8192  # max_position_embeddings of the peer's config

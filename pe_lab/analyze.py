@@ -84,8 +84,8 @@ def run_analysis(
 ) -> tuple[list[AnyPath], bool]:
     """Runs an analysis, prints what it found, and writes its files; returns their paths, and whether a check failed."""
     from pe_lab.analysis.session import footprint, open_session
+    from pe_lab.identity import machine, versions
     from pe_lab.parallel import on_first
-    from pe_lab.training.machine import machine, versions
 
     begun, analysis = time.monotonic(), load_analysis(name)
     if analysis.models:

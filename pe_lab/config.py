@@ -57,12 +57,6 @@ class ModelConfig:
     attention_chunk: int = number(512, 1, 2**20)  # query and key block of the chunked attention, in tokens
     loss_chunks: int | Literal["auto"] = number(1, 1, 2**20)  # parts of a device's tokens, one loss after another
 
-    @staticmethod
-    def of_earlier_versions(value: Mapping[str, Any]) -> dict[str, Any]:
-        """The keys of a recipe or checkpoint; versions with one kind of QK-norm had a bool."""
-        norm = value.get("qk_norm")
-        return {**value, "qk_norm": "head" if norm else "none"} if isinstance(norm, bool) else dict(value)
-
 
 @dataclass(frozen=True)
 class SourceConfig:
@@ -92,6 +86,12 @@ class DataConfig:
     validation_fraction: float = number(0.01, 0, 1)
     seed: int = number(0, 0, SEED)
     workers: int = number(0, 0, 1024)  # threads that read batches ahead; 0: one
+
+
+TOPOLOGIES = (  # what `pe_lab.plan --topology` takes
+    "v4:4x4x4, v5e:16x16, v5p:4x4x4, v6e:8x8, tpu7x:4x4x4 (--slices=N of them); "
+    "a100:8, h100:8, h200:8, b200:8 (gpu:8 is h100:8); cpu:8; local"
+)
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,8 @@ class OptimizerConfig:
     weight_decay: float = number(0.1, 0, 1000)  # on matrices only
     decay_embeddings: bool = True  # False: no weight decay on the embedding and the head
     clip_norm: float = number(1.0, 0, 10**30)
-    # At `train --extend`: the new length's schedule, the last rate, or a new warm-up and decay (auto: of cosine).
-    on_extend: Literal["auto", "stretch", "hold", "rewarm"] = "auto"
+    # At `train --until`: the schedule of the new steps, the last rate, or a new warm-up and decay (auto: of cosine).
+    on_prolong: Literal["auto", "stretch", "hold", "rewarm"] = "auto"
     embedding_multiplier: float = number(1.0, 0, 10**6)  # learning rate of the embedding, over `learning_rate`
     head_multiplier: float = number(1.0, 0, 10**6)  # of an output embedding that is not tied
     vector_multiplier: float = number(1.0, 0, 10**6)  # of norms and biases
@@ -146,8 +146,8 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
-class ExtensionConfig:
-    """What `train --extend` adds to a phase of `steps`: from step `at` on, the learning rate is that of `how`."""
+class ProlongedConfig:
+    """A phase of `steps` that `train --until` made longer: from step `at` on, the learning rate is that of `how`."""
 
     steps: int = number(1, 1, INT32)
     at: int = number(0, 0, INT32)
@@ -166,7 +166,7 @@ class DistillConfig:
 
 
 @dataclass(frozen=True)
-class PathConfig:
+class TransitionConfig:
     """A gradual change of the encoding: over the first steps of a phase the schedule moves from another to its own."""
 
     start: Any = "init"  # init: the layers that the phase starts from; or an encoding, as `positional`
@@ -192,9 +192,9 @@ class PhaseConfig:
     batch_size: int = number(256, 1, INT32)  # windows a step, over all devices and micro-batches
     accumulate: int = number(1, 1, INT32)  # micro-batches a step
     optimizer: OptimizerConfig = OptimizerConfig()
-    extensions: tuple[ExtensionConfig, ...] = ()  # in the order in which they were made
+    prolonged: tuple[ProlongedConfig, ...] = ()  # in the order in which it was
     distill: DistillConfig | None = field(default=None, metadata=OMIT_DEFAULT)  # learn from another model too
-    path: PathConfig | None = field(default=None, metadata=OMIT_DEFAULT)  # change the encoding gradually
+    transition: TransitionConfig | None = field(default=None, metadata=OMIT_DEFAULT)  # change the encoding gradually
 
 
 @dataclass(frozen=True)

@@ -28,13 +28,13 @@ from pe_lab.data.shards import METADATA_FILE, Metadata, manifest_of_prepared
 from pe_lab.data.shards import read_metadata as read_prepared
 from pe_lab.data.tokenizers import load_saved_tokenizer
 from pe_lab.errors import CheckpointError, ConfigError, DataError, EncodingError, StoreError, UserError
+from pe_lab.identity import RUN_FILE
 from pe_lab.storage import AnyPath, children, exists, is_file, is_remote, log_exists, read_json, read_records
 from pe_lab.storage.manifest import MANIFEST, Manifest, seal_broken
 from pe_lab.terminal import Progress, argument_parser, console, works_on
 from pe_lab.training.ledger import FILE as LEDGER
 from pe_lab.training.ledger import whole_records
 from pe_lab.training.logs import LOGS, PHASE_FILE, log_damage
-from pe_lab.training.workdir import RUN_FILE
 
 DESCRIPTION = """\
 Reads every file of the checkpoints, prepared data and exports under the paths, and compares its size and digest with

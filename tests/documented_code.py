@@ -175,7 +175,7 @@ def check(words: Sequence[str]) -> None:
     from pe_lab.evaluation.variants import parse_methods
     from pe_lab.lab.sweeps import make_sweep, parse_axis, parse_seeds
     from pe_lab.recipes import load_config, split_overrides
-    from pe_lab.training.run import plan_phases
+    from pe_lab.training.plan import plan_phases
 
     kind, arguments = program(words)
     if kind == "pe_lab" and arguments and not arguments[0].startswith("-"):

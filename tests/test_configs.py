@@ -21,10 +21,10 @@ from pe_lab.parallel import AxisRules, check_batch
 from pe_lab.parallel.mesh import AXES
 from pe_lab.parallel.topology import CHIPS, parse_topology, placeholder_mesh
 from pe_lab.planning.plan import Plan, make_plan
-from pe_lab.recipes import load_config, recipe_arguments, split_overrides
-from pe_lab.training import compile_train_step, make_optimizer
-from pe_lab.training.memory import step_inputs
-from pe_lab.training.run import plan_phases
+from pe_lab.recipes import load_config, read_recipe, recipe_arguments, split_overrides
+from pe_lab.training.optimizer import make_optimizer
+from pe_lab.training.plan import plan_phases, step_shapes
+from pe_lab.training.step import compile_train_step
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -51,7 +51,7 @@ def _plan_commands() -> list[tuple[str, str]]:
 
 
 def _load(reference: str) -> Config:
-    return load_config(f"{CONFIGS}/{reference}", inherit=_with_shape)
+    return from_dict(Config, _with_shape(read_recipe(f"{CONFIGS}/{reference}")))
 
 
 def _with_shape(tree: dict) -> dict:
@@ -158,7 +158,7 @@ def test_recipe_traces_on_its_mesh(reference):
             continue
         _traced.add(program)
         optimizer = make_optimizer(phase.config.optimizer, phase.config.steps, model.axes)
-        inputs = step_inputs(model, optimizer, phase.config, phase.schedule, config.data.segments)
+        inputs = *step_shapes(model, optimizer, phase.config, config.data.segments), phase.schedule
         step = compile_train_step(model, optimizer, mesh, AxisRules(), phase.config.accumulate)
         state, metrics = jax.eval_shape(step, *inputs)
         assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(
@@ -200,7 +200,7 @@ def test_planned_commands_fit_by_estimate(path, line):
     rest, overrides = split_overrides(line.split())
     options = dict(option.removeprefix("--").split("=", 1) for option in rest)
     assert options["config"].startswith(f"configs/{path}")
-    config = load_config(str(CONFIGS.parent / options["config"]), overrides, _with_shape)
+    config = from_dict(Config, _with_shape(read_recipe(str(CONFIGS.parent / options["config"]), overrides)))
     plan = make_plan(config, parse_topology(options["topology"]))
     for phase in plan.phases:
         assert phase.memory.total < 0.75 * plan.topology.chip.memory  # a compiler takes more than an estimate says

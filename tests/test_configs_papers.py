@@ -16,8 +16,8 @@ from pe_lab.model import Model
 from pe_lab.positional import Layer, NoPE, Rope, layers
 from pe_lab.recipes import load_config
 from pe_lab.train import main as train
-from pe_lab.training import learning_rate
-from pe_lab.training.run import plan_phases
+from pe_lab.training.optimizer import learning_rate
+from pe_lab.training.plan import plan_phases
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 METHODS = ("rope", "nope", "alibi", "rnope_swa", "swan", "ssmax", "p_rope", "partial_rope", "drope")

@@ -17,9 +17,8 @@ from pe_lab.data.sources import InputShard, files, open_source
 from pe_lab.data.sources.records import Records
 from pe_lab.data.tokenizers import load_tokenizer
 from pe_lab.errors import UserError, redacted
-from pe_lab.identity import config_hash
+from pe_lab.identity import config_hash, write_run
 from pe_lab.storage import InputFile, inputs
-from pe_lab.training.workdir import write_run
 
 TEXTS = [f"document {i} é" for i in range(200)]
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()

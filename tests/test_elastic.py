@@ -6,10 +6,10 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from tiny_runs import compilations_kept, finish, losses, start_together, tiny, train, write_recipe  # noqa: F401
+from tiny_runs import compilations_kept, finish, losses, opened, start_together, tiny, train, write_recipe  # noqa: F401
 
 from pe_lab.checkpoints.locating import steps_in
-from pe_lab.training import loop, open_run
+from pe_lab.training import loop
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compilations_kept")]
 STEPS = 18
@@ -102,8 +102,8 @@ def test_eight_then_four_then_one_device(tmp_path, material, alone, monkeypatch)
     np.testing.assert_allclose(losses(tmp_path / "run/pretrain"), losses(alone / "pretrain"), rtol=1e-5)
 
     settings = config(tmp_path / "recipe", material)
-    run = open_run(settings, tmp_path / "other", devices=jax.devices()[:1])
-    pipeline = loop.open_pipeline(settings, run.phases[0], run.mesh)
+    run = opened(settings, tmp_path / "other")
+    pipeline = loop.open_pipeline(run.plan, run.phases[0])
     assert len(read) == STEPS
     for mine in read:
         expected = next(pipeline)

@@ -27,11 +27,14 @@ LEVELS: list[set[str]] = [
     {"errors"},
     {"config_codec", "output"},
     {"config", "storage", "terminal"},
-    {"positional", "parallel", "recipes", "identity"},
+    {"positional", "parallel"},
     {"attention"},
     {"model"},
-    {"data", "checkpoints", "training", "results"},
-    {"inspection", "language_model", "__init__"},  # pe_lab/__init__.py only re-exports what language_model offers
+    {"data", "checkpoints", "results"},
+    {"inspection", "language_model", "identity"},
+    {"recipes"},  # a recipe takes what it does not set from a checkpoint, and from the run that it continues
+    {"training"},
+    {"__init__"},  # what language_model and training offer
     {"evaluation"},
     {"analysis"},
     {"page", "planning"},  # planning compiles the programs of training and of evaluation
@@ -41,10 +44,8 @@ LEVELS: list[set[str]] = [
 ]
 LEVEL = {package: level for level, packages in enumerate(LEVELS) for package in packages}
 
-# The training loop saves and restores, and reads batches; neither checkpoints nor data may know of it.
-SAME_LEVEL = {("training", "checkpoints"), ("training", "data"), ("__init__", "language_model")}
 # Two halves of one class; `inspection` names the other half in annotations alone.
-SAME_LEVEL |= {("language_model", "inspection"), ("inspection", "language_model")}
+SAME_LEVEL = {("language_model", "inspection"), ("inspection", "language_model")}
 
 HEAVY = {
     "datasets",

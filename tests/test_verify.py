@@ -21,9 +21,9 @@ from pe_lab.config import SourceConfig
 from pe_lab.data.preparation import prepare
 from pe_lab.data.tokenizers import ByteTokenizer
 from pe_lab.errors import UserError
+from pe_lab.identity import write_run
 from pe_lab.storage import AppendedLog, json_object
 from pe_lab.storage.manifest import MANIFEST, Digest, digest_file
-from pe_lab.training.workdir import write_run
 from pe_lab.verify import DAMAGED, UNCOMMITTED, WHOLE, main, targets, verify
 
 pytestmark = pytest.mark.usefixtures("compilations_kept")

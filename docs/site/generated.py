@@ -24,7 +24,11 @@ API = {
         ["pe_lab.data.sources", "pe_lab.data.tokenizers", "pe_lab.data.preparation", "pe_lab.data.shards",
          "pe_lab.data.windows", "pe_lab.data.mixture", "pe_lab.data.pipeline"],
     ),
-    "training": ("Training", ["pe_lab.training", "pe_lab.recipes"]),
+    "training": (
+        "Training",
+        ["pe_lab.training.fit", "pe_lab.training.plan", "pe_lab.training.run", "pe_lab.training.loop",
+         "pe_lab.training.evaluators", "pe_lab.training.step", "pe_lab.training.optimizer", "pe_lab.recipes"],
+    ),
     "checkpoints": ("Checkpoints", ["pe_lab.checkpoints", "pe_lab.checkpoints.surgery"]),
     "evaluation": (
         "Evaluation", ["pe_lab.evaluation.measure", "pe_lab.evaluation.variants", "pe_lab.evaluation.tasks.task"]

@@ -13,8 +13,7 @@ from pe_lab.errors import ConfigError
 from pe_lab.model import complete, preset
 from pe_lab.positional import Layer, build_schedule, describe, layers
 from pe_lab.recipes import load_config
-from pe_lab.training.inheritance import inherit
-from pe_lab.training.run import plan_phases
+from pe_lab.training.plan import given_layers, plan_phases
 
 
 @dataclass(frozen=True)
@@ -51,11 +50,11 @@ def described(args: argparse.Namespace) -> Sequence[DescribedModel]:
       UserError: no such recipe, preset or encoding.
     """
     if args.config:
-        config = load_config(args.config, args.overrides, inherit)
+        config = load_config(args.config, args.overrides, inherits=True)
         shape = complete(dataclasses.replace(config.model, vocab_size=config.model.vocab_size or 1))
         return [
             DescribedModel(plan.name, plan.layers, phase.sequence_length, shape, f"QK-norm {plan.qk_norm}")
-            for plan, phase in zip(plan_phases(config), config.phases, strict=True)
+            for plan, phase in zip(plan_phases(config, given_layers(config)), config.phases, strict=True)
         ]
     shape = complete(from_dict(ModelConfig, preset(args.model), "--model"))
     return [DescribedModel(args.model, layers(args.positional, shape.layers), None, shape)]

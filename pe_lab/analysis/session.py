@@ -21,6 +21,7 @@ from pe_lab.errors import ConfigError
 from pe_lab.evaluation.scoring.forward import BATCH_TOKENS, BATCH_TOKENS_ELSEWHERE
 from pe_lab.evaluation.targets import Target, load_subjects, locate_all, parse_steps
 from pe_lab.evaluation.variants import Subject, Variant, all_variants, model_name, parse_methods
+from pe_lab.identity import machine, versions
 from pe_lab.language_model import LanguageModel
 from pe_lab.parallel import first_then_others, shared
 from pe_lab.positional import label_layers
@@ -28,7 +29,6 @@ from pe_lab.results.findings import Arrays
 from pe_lab.results.records import digest
 from pe_lab.storage import AnyPath, check_place
 from pe_lab.terminal import Progress, bounded, console
-from pe_lab.training.machine import machine, versions
 
 # (model, B of the sequences) -> arrays with a leading axis of B
 Measure = Callable[[LanguageModel, Sequences], Arrays]

@@ -12,7 +12,7 @@ from pe_lab.terminal import console
 
 DIRECTORY = "checkpoints"  # of a phase; has one directory per step
 UNREADABLE = "unreadable"  # of a phase; has checkpoints that could not be read
-FORMER = "former"  # of a phase; has checkpoints that an extension did not go on from
+FORMER = "former"  # of a phase; has checkpoints that a longer run did not go on from
 FORMAT = 3
 SET_ASIDE = "Move it out of its directory, and training goes on from the one before it."  # what to do about damage
 # Names of parameters in the files of earlier formats.

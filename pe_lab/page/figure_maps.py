@@ -1,4 +1,4 @@
-"""The heat maps of an analysis on the page: a picture of one pixel a cell for each panel, and the values for the script.
+"""The heat maps of an analysis on the page: a picture of one pixel a cell for each panel, and values for the script.
 
 Without the script all panels are visible, side by side. With it (`figure_script`) there is a large view of one panel,
 chosen with a slider, and a pointer or the arrow keys tell the value of each cell.

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import jax
 
+from pe_lab.config import TOPOLOGIES
 from pe_lab.errors import ConfigError, UnsupportedError
-from pe_lab.parallel.topology import GENERATIONS, KNOWN, Topology
+from pe_lab.parallel.topology import GENERATIONS, Topology
 
 
 class NoCompiler(Exception):
@@ -83,7 +84,9 @@ def _slice_devices(topology: Topology) -> list[Any]:
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).splitlines()[0]
         if "INVALID_ARGUMENT" in reason:
-            raise ConfigError(f"--topology: no slice is '{topology.text}' ({reason}). Examples: {KNOWN}.") from None
+            raise ConfigError(
+                f"--topology: no slice is '{topology.text}' ({reason}). Examples: {TOPOLOGIES}."
+            ) from None
         raise NoCompiler(f"libtpu does not start: {reason}") from None
 
 

@@ -24,10 +24,10 @@ PATIENCE = 10.0  # seconds; a program that compiles for longer than that is ende
 NOTICES = {"preempted": ("TRUE",), "maintenance-event": ("TERMINATE_ON_HOST_MAINTENANCE",)}
 
 
-class Stopped(BaseException):
+class Stopped(KeyboardInterrupt):
     """The command was asked to stop. Its state is saved, and the same command continues from it.
 
-    Like `KeyboardInterrupt` it is no `Exception`: what handles errors, such as that of a damaged file, lets it pass.
+    It is no `Exception`: what handles errors, such as that of a damaged file, lets it pass.
     """
 
 
@@ -45,7 +45,10 @@ class StopRequests:
         raises `Stopped` in the main thread, or ends the process with status 75 after `PATIENCE` seconds.
       agreed: whether several processes have agreed to stop.
       raised: whether `Stopped` was raised, at any point of the main thread.
+      whole_process: whether a request is one to end the process.
     """
+
+    whole_process = True
 
     def __init__(self) -> None:
         self.received: int | None = None
@@ -147,20 +150,46 @@ class StopRequests:
             os._exit(os.EX_TEMPFAIL)
 
 
+class Interrupts(StopRequests):
+    """SIGINT of a process that goes on, such as a notebook. It is never ended, and SIGTERM is its own.
+
+    The first one asks for a save where there is something to save. Elsewhere, and the second time, it is an ordinary
+    `KeyboardInterrupt`.
+    """
+
+    whole_process = False
+
+    def take_sigterm(self) -> None:
+        """Nothing."""
+
+    @contextlib.contextmanager
+    def _installed(self) -> Iterator[None]:
+        handler = signal.signal(signal.SIGINT, self._handle)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, handler)
+
+    def _handle(self, number: int, frame: Any) -> None:
+        if self.received is not None or not self.can_save:
+            raise KeyboardInterrupt
+        self.received = number
+
+
 _active: StopRequests | None = None
 
 
 @contextlib.contextmanager
-def stop_requests() -> Iterator[StopRequests]:
+def stop_requests(kind: type[StopRequests] = StopRequests) -> Iterator[StopRequests]:
     """Takes SIGTERM and SIGINT for the block; inside another such block, the outer one's requests are meant.
 
     Outside the main thread no signal is taken.
     """
     global _active
     if _active is not None or threading.current_thread() is not threading.main_thread():
-        yield _active or StopRequests()
+        yield _active or kind()
         return
-    _active = StopRequests()
+    _active = kind()
     try:
         with _active._installed():
             yield _active

@@ -148,7 +148,7 @@ class Recipe(Kind):
 
     def read(self) -> None:
         from pe_lab.recipes import load_config
-        from pe_lab.training.run import plan_phases
+        from pe_lab.training.plan import plan_phases
 
         plan_phases(load_config(str(self.path), self.overrides))
 

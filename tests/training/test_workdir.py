@@ -11,8 +11,9 @@ import pytest
 from tiny_runs import REPOSITORY, fingerprint, tiny, write_recipe
 
 from pe_lab.errors import ConfigError
+from pe_lab.identity import LEASE_FILE, claim_workdir, write_run
 from pe_lab.storage.manifest import sealed
-from pe_lab.training.workdir import LEASE_FILE, claim_workdir, working_alone, write_run
+from pe_lab.training.fit import _lease
 
 
 def test_a_directory_belongs_to_one_config(tmp_path):
@@ -32,22 +33,14 @@ def test_a_directory_belongs_to_one_config(tmp_path):
     assert fingerprint(tmp_path) == before
 
 
-def test_a_run_of_an_earlier_version_goes_on(tmp_path):
-    """Its run.json has no fields that were added later, and a bool for the QK-norm."""
+def test_a_config_that_is_none_of_pe_lab_is_refused(tmp_path):
     config, workdir = tiny(tmp_path / "recipe"), tmp_path / "run"
     write_run(workdir, config, "command", {})
     run = json.loads((workdir / "run.json").read_text())
-    later = ("norm", "activation", "gated_mlp", "parallel_block")
-    for field in later:
-        del run["config"]["model"][field], run["identity"][f"model.{field}"]
-    for phase, _ in enumerate(config.phases):
-        del run["config"]["phases"][phase]["random_positions"], run["identity"][f"phases.{phase}.random_positions"]
-    run["config"]["model"]["qk_norm"] = run["identity"]["model.qk_norm"] = True
-    run["config_hash"] = "0123456789ab"
+    run["config"]["model"]["rotary"], run["config_hash"] = True, "0123456789ab"
     (workdir / "run.json").write_text(json.dumps(sealed(run)))
-    claim_workdir(workdir, config)
-    with pytest.raises(ConfigError, match="belongs to another config .model.norm: rms there, layer here"):
-        claim_workdir(workdir, tiny(tmp_path / "recipe", model__norm="layer"))
+    with pytest.raises(ConfigError, match="its run.json has a config that is none of pe_lab"):
+        claim_workdir(workdir, config)
 
 
 def test_the_date_and_command_of_the_first_session_stay(tmp_path):
@@ -140,9 +133,9 @@ def test_two_runs_on_one_workdir(tmp_path):
 
 
 def test_a_second_run_is_refused(tmp_path):
-    first = working_alone(tmp_path, print)
+    first = _lease(tmp_path, print)
     refused = pytest.raises(ConfigError, match=r"--workdir '.*': process \d+ on .* trains there, and has its lease 'le")
-    with first, refused, working_alone(tmp_path, print):
+    with first, refused, _lease(tmp_path, print):
         pass
-    with working_alone(tmp_path, print):
+    with _lease(tmp_path, print):
         pass

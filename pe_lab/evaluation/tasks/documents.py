@@ -16,12 +16,12 @@ from pe_lab.evaluation.progress import TokenProgress
 from pe_lab.evaluation.scoring.likelihood import Likelihoods
 from pe_lab.evaluation.tasks import perplexity
 from pe_lab.evaluation.variants import Variant
+from pe_lab.identity import versions
 from pe_lab.results.records import Record, RecordFile, digest, finite
 from pe_lab.results.samples import SampleFile, SampleRecord, key
 from pe_lab.results.unfinished import announced
 from pe_lab.storage import AnyPath
 from pe_lab.terminal import console
-from pe_lab.training.machine import versions
 
 PROTOCOL = "documents-1"
 TOGETHER = 32  # documents measured before their records are written

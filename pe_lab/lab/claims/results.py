@@ -63,7 +63,7 @@ def make_result(
     Raises:
       ConfigError: a number that a criterion names was not measured.
     """
-    from pe_lab.training.machine import machine, versions
+    from pe_lab.identity import machine, versions
 
     judgement = judge(claim.criteria, values, claim.preconditions)
     seconds = sum(each["seconds"] * len(seeds) for each in costs.values())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import math
 import re
@@ -68,8 +67,6 @@ def make_stages(
 def _make_stage(
     claim: Claim, depth: int, size: str, seeds: Sequence[int], directory: AnyPath, overrides: Mapping[str, str]
 ) -> Stage:
-    from pe_lab.training.inheritance import inherit
-
     cells: list[SweepCell] = []
     edits: list[tuple[Arm, int]] = []
     for arm in (arm for arm in claim.all_arms if arm.depth == depth):
@@ -80,7 +77,7 @@ def _make_stage(
             name, reference = arm.cell(seed), arm.reference(size, directory, seed)
             keys = {**overrides, **dict.fromkeys(SEEDS, str(seed))}
             try:
-                config = load_config(reference, keys, functools.partial(inherit, workdir=directory / name))
+                config = load_config(reference, keys, inherits=True, workdir=directory / name)
             except UserError as error:
                 raise type(error)(f"arm '{arm.name}': {error}") from None
             cells.append(SweepCell(name, {"arm": arm.name}, seed, reference, keys, config))

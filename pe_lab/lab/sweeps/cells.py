@@ -11,7 +11,6 @@ import re
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import PurePath
 from typing import Any
 
@@ -152,8 +151,7 @@ def _checked(
     recipe: str, axes: Sequence[GridAxis], seeds: Sequence[int], overrides: Mapping[str, str], where: AnyPath
 ) -> list[SweepCell]:
     """The cells; all that is wrong with them is in one error."""
-    from pe_lab.training.inheritance import inherit
-    from pe_lab.training.run import plan_phases
+    from pe_lab.training.plan import given_layers, plan_phases
 
     cells: list[SweepCell] = []
     errors: dict[str, list[str]] = {}  # message -> cells
@@ -163,8 +161,8 @@ def _checked(
         keys |= {} if seed is None else dict.fromkeys(SEEDS, str(seed))
         reference = with_arguments(recipe, setting)
         try:
-            config = load_config(reference, {**overrides, **keys}, partial(inherit, workdir=where / name))
-            plan_phases(config)
+            config = load_config(reference, {**overrides, **keys}, inherits=True, workdir=where / name)
+            plan_phases(config, given_layers(config))
             cells.append(SweepCell(name, setting, seed, reference, {**overrides, **keys}, config))
         except UserError as error:
             errors.setdefault(str(error), []).append(name)

@@ -11,6 +11,7 @@ from tiny_runs import finish, start, write_recipe
 
 from pe_lab.checkpoints import open_source
 from pe_lab.claims import main
+from pe_lab.config import Config, from_dict
 from pe_lab.errors import ConfigError
 from pe_lab.lab.claims import Arm, Claim, Criterion, Precondition, Reference, load_claims
 from pe_lab.lab.claims.claim import claim_names, load_claim
@@ -23,7 +24,7 @@ from pe_lab.lab.claims.verdict import judge
 from pe_lab.lab.sweeps.cells import SweepCell
 from pe_lab.model import preset
 from pe_lab.positional import Layer, Rope
-from pe_lab.recipes import load_config
+from pe_lab.recipes import read_recipe
 
 CLAIM = """
 from pe_lab.lab.claims import Arm, Criterion, Claim, losses
@@ -86,7 +87,7 @@ def claim(tmp_path, monkeypatch):
 
     monkeypatch.setattr(SweepCell, "command", command)
     # The stand-in leaves no checkpoints, of which only an edit of the encodings would need one.
-    monkeypatch.setattr("pe_lab.training.run._layers_before", lambda phase, before: None)
+    monkeypatch.setattr("pe_lab.training.plan.given_layers", lambda config: {})
     monkeypatch.setattr("pe_lab.claims.draw", lambda result, form: b"drawn elsewhere")
     return tmp_path
 
@@ -207,7 +208,7 @@ def test_every_claim_loads_and_their_arms_agree():
     for claim in load_claims(names):
         assert claim.sentence.endswith(".") and claim.paper
         for recipe in claim.recipes.values():
-            assert load_config(recipe, inherit=_with_shape).phases
+            assert from_dict(Config, _with_shape(read_recipe(recipe))).phases
         assert claim.quote or claim.paper.startswith("ours"), claim.name  # a paper's claim is in its own words
     assert load_claim("p_rope").rule[0] == "p_rope_75: validation prose < rope: validation prose + 0.01"
 

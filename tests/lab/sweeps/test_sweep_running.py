@@ -80,7 +80,7 @@ def test_a_complete_cell_is_left_alone(task, tmp_path):
     assert run_task(task(), Stop()) == Outcome(0) == run_task(task(), Stop())
     assert len(starts(tmp_path)) == 1 and is_trained(tmp_path / "a", {"only": 3})
     assert not file_of(tmp_path, "a", "lease").exists()
-    assert is_trained(tmp_path / "a", {"only": 2})  # `train --extend`
+    assert is_trained(tmp_path / "a", {"only": 2})  # `train --until`
     assert not is_trained(tmp_path / "a", {"only": 4}) and not is_trained(tmp_path / "a", {"only": 3, "second": 1})
 
 

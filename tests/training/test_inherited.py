@@ -1,13 +1,11 @@
 """What a recipe takes over from the checkpoint that it starts from, and what happens if it contradicts it."""
 
-import functools
 import json
 import shutil
 from pathlib import Path
 
-import jax
 import pytest
-from tiny_runs import compilations_kept, trained  # noqa: F401
+from tiny_runs import compilations_kept, opened, train_on_one_device, trained  # noqa: F401
 
 import pe_lab.train
 from pe_lab.checkpoints import open_checkpoint
@@ -17,8 +15,6 @@ from pe_lab.errors import UserError
 from pe_lab.positional import Rope, Yarn
 from pe_lab.recipes import load_config
 from pe_lab.storage.manifest import sealed
-from pe_lab.training import open_run
-from pe_lab.training.inheritance import inherit
 
 HF = Path(__file__).parents[1] / "data" / "hf"
 RECIPE = """
@@ -41,7 +37,7 @@ def recipe(tmp_path):
 
 def load(recipe: Path, start: object, workdir: Path | None = None, **overrides: object) -> RunConfig:
     texts = {key.replace("__", "."): str(value) for key, value in overrides.items()}
-    return load_config(f"{recipe}:{start}", texts, lambda tree: inherit(tree, workdir))
+    return load_config(f"{recipe}:{start}", texts, inherits=True, workdir=workdir)
 
 
 def test_a_recipe_has_what_its_checkpoint_has(recipe, trained, tmp_path):  # noqa: F811
@@ -52,7 +48,7 @@ def test_a_recipe_has_what_its_checkpoint_has(recipe, trained, tmp_path):  # noq
     assert config.data.tokenizer == f"saved:{trained / 'tokenizer'}"
     assert model.dtype == "bfloat16"  # of the computation: the recipe's
     assert from_dict(RunConfig, json.loads(json.dumps(to_json(config)))) == config
-    run = open_run(config, tmp_path / "run", devices=jax.devices()[:1])
+    run = opened(config, tmp_path / "run")
     assert run.models[0].num_parameters > 0 and run.tokenizer.vocab_size == 257
     assert load(recipe, trained / "recalibrate", phases__0__sequence_length=12).phases[0].sequence_length == 12
 
@@ -81,16 +77,16 @@ def test_a_run_that_has_begun_does_without_its_checkpoint(recipe, trained, tmp_p
 @pytest.mark.slow
 def test_a_run_is_trained_on_where_its_checkpoint_is_not(recipe, trained, tmp_path, monkeypatch):  # noqa: F811
     """About 5 s."""
-    monkeypatch.setattr(pe_lab.train, "open_run", functools.partial(open_run, devices=jax.devices()[:1]))
+    train_on_one_device(monkeypatch)
     parent, argv = shutil.copytree(trained, tmp_path / "parent"), [f"--workdir={tmp_path / 'run'}"]
     argv += [f"--config={recipe}:{parent}", "--config.phases.0.optimizer.final_fraction=0.1"]
     assert pe_lab.train.main(argv) == 0
     shutil.rmtree(parent)
-    assert pe_lab.train.main([*argv, "--extend=4"]) == 0
+    assert pe_lab.train.main([*argv, "--until=4"]) == 0
     last = open_checkpoint(tmp_path / "run")
     assert (last.step, last.model.qk_norm, last.tokenizer) == (4, "head", f"saved:{tmp_path / 'run/tokenizer'}")
     whats = [entry["what"] for entry in last.metadata["lineage"]]
-    assert whats[-2].startswith("extended from 2 to 4 steps (rewarm); continued with data.tokenizer saved:")
+    assert whats[-2].startswith("prolonged from 2 to 4 steps (rewarm); continued with data.tokenizer saved:")
 
 
 def test_without_the_checkpoint_the_message_lists_what_is_missing(recipe, tmp_path):
@@ -102,13 +98,13 @@ def test_without_the_checkpoint_the_message_lists_what_is_missing(recipe, tmp_pa
     config = load(recipe, "runs/none", **{f"model__{key}": value for key, value in whole.items()}, **phase)
     assert config.model.d_model == 16 and config.model.norm == "rms"
     with pytest.raises(UserError, match="There is no checkpoint at 'runs/none'"):
-        open_run(config, tmp_path / "run", devices=jax.devices()[:1])
+        opened(config, tmp_path / "run")
 
 
 def test_a_contradiction_is_one_message(recipe, trained, tmp_path):  # noqa: F811
     config = load(recipe, trained, model__layers=4, model__activation="gelu")
     with pytest.raises(UserError, match="layers 2 -> 4, activation silu -> gelu. Leave these fields of"):
-        open_run(config, tmp_path / "run", devices=jax.devices()[:1])
+        opened(config, tmp_path / "run")
 
 
 def test_another_tokenizer_is_one_message_and_can_be_meant(recipe, trained, tmp_path):  # noqa: F811
@@ -122,6 +118,6 @@ def test_another_tokenizer_is_one_message_and_can_be_meant(recipe, trained, tmp_
     made.save(str(tmp_path / "tokenizer.json"))
     other = f"hf:{tmp_path / 'tokenizer.json'}"
     with pytest.raises(UserError, match="trained with another tokenizer .bytes-257.*set the phase's other_tokenizer"):
-        open_run(load(recipe, trained, data__tokenizer=other), tmp_path / "run", devices=jax.devices()[:1])
+        opened(load(recipe, trained, data__tokenizer=other), tmp_path / "run")
     meant = load(recipe, trained, data__tokenizer=other, phases__0__other_tokenizer=True)
-    assert open_run(meant, tmp_path / "run", devices=jax.devices()[:1]).tokenizer.fingerprint.startswith("hf-")
+    assert opened(meant, tmp_path / "run").tokenizer.fingerprint.startswith("hf-")
