@@ -166,7 +166,7 @@ class DistillConfig:
 
 
 @dataclass(frozen=True)
-class PathConfig:
+class TransitionConfig:
     """A gradual change of the encoding: over the first steps of a phase the schedule moves from another to its own."""
 
     start: Any = "init"  # init: the layers that the phase starts from; or an encoding, as `positional`
@@ -194,7 +194,7 @@ class PhaseConfig:
     optimizer: OptimizerConfig = OptimizerConfig()
     extensions: tuple[ExtensionConfig, ...] = ()  # in the order in which they were made
     distill: DistillConfig | None = field(default=None, metadata=OMIT_DEFAULT)  # learn from another model too
-    path: PathConfig | None = field(default=None, metadata=OMIT_DEFAULT)  # change the encoding gradually
+    transition: TransitionConfig | None = field(default=None, metadata=OMIT_DEFAULT)  # change the encoding gradually
 
 
 @dataclass(frozen=True)

@@ -58,8 +58,8 @@ def _unrotated(view: LayerView, data: Any) -> tuple[jax.Array, ...]:
 def _rotated(view: LayerView, data: Any) -> tuple[jax.Array, ...]:
     H, G = view.query.shape[2], view.key.shape[2]
     query, key = hook_encoded(view)
-    query = encode_queries(query, view.encoding, G, view.positions)
-    return query, encode_keys(key, view.encoding, H, view.positions), view.value
+    query = encode_queries(query, view.encoding, G)
+    return query, encode_keys(key, view.encoding, H), view.value
 
 
 class Inspection:

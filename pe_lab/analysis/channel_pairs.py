@@ -84,8 +84,8 @@ def by_pair(x: Float[jax.Array, "... K"], y: Float[jax.Array, "... K"]) -> Float
 def measure_frequency_use(view: LayerView, data: Any) -> tuple[jax.Array, ...]:
     encoding, H, G = view.encoding, view.query.shape[2], view.key.shape[2]
     refuse_hooks(encoding.hooks, "The use of frequencies is measured")
-    query = encode_queries(view.query, encoding, G, view.positions)
-    keys = encode_keys(view.key, encoding, H, view.positions)
+    query = encode_queries(view.query, encoding, G)
+    keys = encode_keys(view.key, encoding, H)
     common = dict(positions=view.positions, segments=view.segments, window=view.window)
     run = dict(implementation="chunked", chunk=view.block, backward=False, **common)
     # Attention whose values are the rotated keys: the mean attended key of every query.
@@ -150,9 +150,9 @@ def logit_bounds(lm: LanguageModel, tokens: Tokens, layers: Sequence[int] | None
 def measure_logit_bounds(view: LayerView, data: Any) -> tuple[jax.Array, ...]:
     B, T, H, K = view.query.shape
     refuse_hooks(view.encoding.hooks, "Bounds of logits are measured")
-    query = encode_queries(view.query, view.encoding, view.key.shape[2], view.positions)
+    query = encode_queries(view.query, view.encoding, view.key.shape[2])
     query = query.astype(jnp.float32) * view.encoding.scale(K)
-    key = encode_keys(view.key, view.encoding, H, view.positions)
+    key = encode_keys(view.key, view.encoding, H)
     key = jnp.repeat(key.astype(jnp.float32), H // key.shape[2], axis=2)
     index = jnp.arange(T)
     if view.segments is None:

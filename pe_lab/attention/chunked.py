@@ -55,8 +55,8 @@ def chunked_key_block(
 
     Keys beyond `used` take as much time as others. Rows with different `start` are computed one by one.
     """
-    if inputs.noise is not None or inputs.rows is not None:
-        raise UnsupportedError("chunked attention to a block of keys has no noise and no functions of all logits.")
+    if inputs.rows is not None:
+        raise UnsupportedError("chunked attention to a block of keys has no functions of all logits.")
     if layer is not None:
         key, value = (jax.lax.dynamic_index_in_dim(x, layer, 0, keepdims=False) for x in (key, value))
     if inputs.rotation is not None:

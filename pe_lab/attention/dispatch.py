@@ -34,7 +34,7 @@ class Implementation:
 
     Attributes:
       description: a few words.
-      run: as `reference_attention`, for a whole sequence; with `rotates_keys`, also with rotation and noise.
+      run: as `reference_attention`, for a whole sequence; with `rotates_keys`, also with rotation.
       capabilities: what it supports.
       partial: as `chunked_key_block`, for a block of keys, if it has that; a context axis and KV caches need it.
       gradient: of `partial`, where `capabilities.backward`.

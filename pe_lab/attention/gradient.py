@@ -48,7 +48,7 @@ def attend(
 ) -> PartialAttention:
     """`pair.partial`, with gradients of the output and of the logsumexp.
 
-    Queries, keys, values, slopes and biases have gradients; rotations, noise and everything else have none.
+    Queries, keys, values, slopes and biases have gradients; rotations and everything else have none.
     """
     return pair.partial(query, key, value, inputs, wide=wide)
 

@@ -35,18 +35,6 @@ class Rotation(NamedTuple):
     gain: Float[Array, "rows R"]
 
 
-class Noise(NamedTuple):
-    """Query heads whose keys a kernel replaces by Gaussian noise (DoPE); their queries are replaced already.
-
-    Attributes:
-      seeds: of each query head; 0 = none.
-      size: [B, S] the standard deviation of a key's noise.
-    """
-
-    seeds: UInt32[Array, " H"]
-    size: Float[Array, "B S"]
-
-
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LogitsOfRows:
@@ -96,7 +84,6 @@ class AttentionInputs:
       rows: replaces all logits of a query; only for a whole sequence.
       sink: a logit in the denominator of each head's softmax; only for a whole sequence.
       rotation: keys are not rotated yet, and the kernel rotates them by their index; queries are rotated already.
-      noise: keys to replace by noise, a function of their index; requires a rotation of H rows.
       window: a query sees the last `window` tokens, itself included; None sees all.
       chunk: queries and keys per block of chunked attention; other implementations do not read it.
     """
@@ -114,7 +101,6 @@ class AttentionInputs:
     rows: LogitsOfRows | None = None
     sink: Float[Array, " H"] | None = None
     rotation: Rotation | None = None
-    noise: Noise | None = None
     window: int | None = field(default=None, metadata={"static": True})
     chunk: int = field(default=512, metadata={"static": True})
 
@@ -191,19 +177,15 @@ def check_block(num_heads: int, key: jax.Array, value: jax.Array, inputs: Attent
     """The number of rotations of keys [L, B, G, S, K] that a kernel computes, 0 for none.
 
     Raises:
-      UnsupportedError: a bias that is a function, or noise without a rotation of H rows.
+      UnsupportedError: a bias that is a function, or functions of all logits.
     """
     if value.shape != key.shape or num_heads % key.shape[2]:
         raise ValueError(
             f"{num_heads} query heads, keys of shape {key.shape} and values of {value.shape} do not go together."
         )
-    rotations = 0 if inputs.rotation is None else inputs.rotation.fixed_freq.shape[0]
-    functions = inputs.bias is not None or inputs.rows is not None
-    if functions or (inputs.noise is not None and rotations != num_heads):
-        raise UnsupportedError(
-            "attention kernel: no function of logits, and noise only with a rotation per query head."
-        )
-    return rotations
+    if inputs.bias is not None or inputs.rows is not None:
+        raise UnsupportedError("attention kernel: no function of logits.")
+    return 0 if inputs.rotation is None else inputs.rotation.fixed_freq.shape[0]
 
 
 def heads_of_groups(x: Float[Array, "#B H *axes"], kv_heads: int) -> Float[Array, "#B G M *axes"]:

@@ -34,7 +34,7 @@ class CacheView(NamedTuple):
         positions only: the content of an empty slot, even NaN, changes nothing.
       used: all slots from this index on are empty; their blocks are not computed.
       key_bias: [L, B, H, S, 1] the key bias of every slot.
-      encoding: rotations of every slot, cos and sin [B or 1, S, rows, R], and noise, if the cached keys are not
+      encoding: rotations of every slot, cos and sin [B or 1, S, rows, R], if the cached keys are not
         rotated. None if they are.
     """
 
@@ -85,7 +85,7 @@ def cached_attention(
     G, K = value.shape[2:]
     check_heads(H, G)
     hooks = encoding.hooks
-    q = scaled(encode_queries(query, encoding, G, positions), encoding.scale(K))
+    q = scaled(encode_queries(query, encoding, G), encoding.scale(K))
     q = q.transpose(0, 2, 1, 3).reshape(B, G, H // G, C, -1)
     slope = None if encoding.slope is None else encoding.slope.reshape(G, H // G, 1, 1)
     function, of_sink = position_bias(hooks), sink(hooks, H)
@@ -122,7 +122,7 @@ def cached_attention(
         k, v = _block(cache.key, cache.layer, first, block), _block(cache.value, cache.layer, first, block)
         if cache.encoding is not None:
             of_block = _block_encoding(cache.encoding, first, block)
-            k = encode_keys(k.transpose(0, 2, 1, 3), of_block, H, at).transpose(0, 2, 1, 3)
+            k = encode_keys(k.transpose(0, 2, 1, 3), of_block, H).transpose(0, 2, 1, 3)
         distance = positions[:, :, None] - at[:, None, :]
         of_slots = None if cache.key_bias is None else _block(cache.key_bias, cache.layer, first, block)[..., 0]
         logits = biased(_logits(q, k), at, of_slots)

@@ -6,11 +6,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Float
 
 from pe_lab.attention.hooks import Hooks
 from pe_lab.attention.key_block import Rotation
-from pe_lab.attention.noise import KEYS, QUERIES, replace_heads_by_noise
 from pe_lab.errors import ConfigError
 from pe_lab.positional import rotate
 
@@ -23,8 +22,6 @@ class LayerEncoding(NamedTuple):
         are rotated once per query head; with G rows, the queries of a group use the row of their key head.
       slope: [H] ALiBi's penalty per token.
       logit_scale: scalar factor on the logits.
-      noise: [H] seeds of heads whose queries and keys are noise, 0 = none; requires cos and sin of H rows.
-      noise_sigma: scalar standard deviation of the noise; None or 0 = that of the other heads' components.
       hooks: of encodings that are more than rotations and slopes.
       rotation: the frequencies and gains of cos and sin, for kernels that rotate keys inside; None where positions are
         not indices.
@@ -34,8 +31,6 @@ class LayerEncoding(NamedTuple):
     sin: Float[Array, "B T rows R"] | None = None
     slope: Float[Array, " H"] | None = None
     logit_scale: Float[Array, ""] | None = None
-    noise: UInt32[Array, " H"] | None = None
-    noise_sigma: Float[Array, ""] | None = None
     hooks: Hooks = Hooks()
     rotation: Rotation | None = None
 
@@ -45,9 +40,9 @@ class LayerEncoding(NamedTuple):
 
 
 def encode_queries(
-    query: Float[Array, "B T H K"], encoding: LayerEncoding, kv_heads: int, positions: Int[Array, "#B T"] | None
+    query: Float[Array, "B T H K"], encoding: LayerEncoding, kv_heads: int
 ) -> Float[Array, "B T H K"]:
-    """Queries, rotated or replaced by noise. Positions of None count from 0."""
+    """Queries, rotated."""
     H = query.shape[2]
     if encoding.cos is not None and encoding.sin is not None:
         cos, sin = encoding.cos, encoding.sin
@@ -55,20 +50,18 @@ def encode_queries(
         if cos.shape[2] not in (1, H):
             cos, sin = jnp.repeat(cos, H // kv_heads, axis=2), jnp.repeat(sin, H // kv_heads, axis=2)
         query = rotate(query, cos, sin)
-    if encoding.noise is None:
-        return query
-    return replace_heads_by_noise(query, encoding.noise, positions, QUERIES, encoding.noise_sigma)
+    return query
 
 
 def encode_keys(
-    key: Float[Array, "B T G K"], encoding: LayerEncoding, num_heads: int, positions: Int[Array, "#B T"] | None
+    key: Float[Array, "B T G K"], encoding: LayerEncoding, num_heads: int
 ) -> Float[Array, "B T heads K"]:
-    """Keys, rotated or replaced by noise; of H heads where the heads of a group rotate differently.
+    """Keys, rotated; of H heads where the heads of a group rotate differently.
 
     `key` may have H heads already, after hooks.
 
     Raises:
-      ConfigError: rotations that fit no heads, or noise without a rotation of H rows.
+      ConfigError: rotations that fit no heads.
     """
     G = key.shape[2]
     if encoding.cos is not None and encoding.sin is not None:
@@ -79,11 +72,7 @@ def encode_keys(
             cos, sin = (jnp.repeat(x, G // cos.shape[2], axis=2) for x in (cos, sin))
         _check_rotation(cos, key, G, num_heads)
         key = rotate(key, cos, sin)
-    if encoding.noise is None:
-        return key
-    if key.shape[2] != num_heads:
-        raise ConfigError("attention: heads can only become noise where keys are rotated per query head.")
-    return replace_heads_by_noise(key, encoding.noise, positions, KEYS, encoding.noise_sigma)
+    return key
 
 
 def check_heads(num_heads: int, kv_heads: int) -> None:

@@ -48,7 +48,7 @@ def reference_attention(query: Queries, key: Keys, value: Values, inputs: Attent
 
     Args:
       query, key, value: of one sequence per row; queries and keys encoded, queries scaled.
-      inputs: for queries and keys of the same tokens: without start, used, rotation and noise.
+      inputs: for queries and keys of the same tokens: without start, used and rotation.
     """
     return attention_to_all(query, key, value, inputs, 0)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from pe_lab.attention.gradient import Pair
-from pe_lab.attention.key_block import AttentionInputs, Keys, Noise, Outputs, Queries, Rotation, Values
+from pe_lab.attention.key_block import AttentionInputs, Keys, Outputs, Queries, Rotation, Values
 from pe_lab.attention.ring import ring_attention
 from pe_lab.errors import UnsupportedError
 from pe_lab.parallel import current_mesh
@@ -67,7 +67,7 @@ def input_specs(inputs: AttentionInputs, batch: Any, length: Any, heads: Any) ->
     def of_rows(x: jax.Array) -> PartitionSpec:  # [B or 1] or [B or 1, T]
         return PartitionSpec(batch if x.shape[0] > 1 else None, *[length] * (x.ndim - 1))
 
-    learned = ("slope", "rotation", "noise", "distance_bias", "key_bias", "bias", "sink")
+    learned = ("slope", "rotation", "distance_bias", "key_bias", "bias", "sink")
     key_bias = inputs.key_bias
 
     rotation = None
@@ -82,5 +82,4 @@ def input_specs(inputs: AttentionInputs, batch: Any, length: Any, heads: Any) ->
         bias=jax.tree.map(lambda _: PartitionSpec(), inputs.bias),
         sink=None if inputs.sink is None else PartitionSpec(heads),
         rotation=rotation,
-        noise=inputs.noise and Noise(PartitionSpec(heads), PartitionSpec(batch, length)),
     )

@@ -171,8 +171,8 @@ def _queries_and_keys(
         inputs, _ = hook_inputs(hooks, x, segments=segments)
         query, key = encode(hooks, query, key, at, inputs)
         bias_of_keys = key_bias(hooks, inputs, H)
-    query = scaled(encode_queries(query, encoding, G, positions), encoding.scale(K))
-    key = encode_keys(key, encoding, H, positions)
+    query = scaled(encode_queries(query, encoding, G), encoding.scale(K))
+    key = encode_keys(key, encoding, H)
     G = key.shape[2]
     queries = query.reshape(B, T, G, H // G, -1).transpose(0, 2, 3, 1, 4)
     used = at if encoding.slope is not None or hooks.having("bias") else None

@@ -153,10 +153,9 @@ def plan(
 
 
 def _plain(structure: LayerStructure) -> bool:
-    """Whether a kernel supports the layer's encoding: not noise, and of hooks those that change only queries, keys and
-    outputs, or add a relative bias."""
-    features = hook_features(structure.hooks, positions=False)
-    return not structure.noisy and features <= {"distance bias"}
+    """Whether a kernel supports the layer's hooks: those that change only queries, keys and outputs, or add a relative
+    bias."""
+    return hook_features(structure.hooks, positions=False) <= {"distance bias"}
 
 
 def _kernel_serves(cached: CachedLayer, config: ModelConfig, chunk: int) -> bool:
@@ -325,8 +324,8 @@ def forward_chunk(
         def attend_encoded(q: Any, k: Any, v: Any, rows: Any, bias_of_keys: Any, sums: Any) -> tuple[jax.Array, Slots]:
             if by_kernel and sharded and not ring:
                 if cached.rotated:
-                    q = encode_queries(q, encoding, v.shape[2], positions)
-                    k = encode_keys(k, encoding, q.shape[2], positions)
+                    q = encode_queries(q, encoding, v.shape[2])
+                    k = encode_keys(k, encoding, q.shape[2])
                 cache = KVCache(slots.key, slots.value, at)
                 out, *new = write_and_attend(kernel, q, k, v, cache, scale, inputs)
                 summed = write(slots, at, cached, k, v, chunk, None, sums).sums if sums else ()
@@ -335,7 +334,7 @@ def forward_chunk(
             if not cached.rotated:
                 at_slots = rotated_to(cached)
                 slots_encoding = model.layer_encoding(arrays, structure, at_slots, slot_tables[cached.slots])
-            encoded = encode_keys(k, encoding, model.config.heads, positions)
+            encoded = encode_keys(k, encoding, model.config.heads)
 
             def written() -> Slots:
                 return write(slots, at, cached, encoded if cached.rotated else k, v, chunk, bias_of_keys, sums)
@@ -349,7 +348,7 @@ def forward_chunk(
                 used, of_cache = start + C, inputs
                 if ring:  # all tokens in it are visible
                     used, of_cache = jnp.minimum(used, cached.slots), replace(inputs, window=None)
-                queries = scaled(encode_queries(q, encoding, k.shape[2], positions), scale)
+                queries = scaled(encode_queries(q, encoding, k.shape[2]), scale)
                 cache = KVCache(now.key, now.value, at)
                 return attend_to_cache(kernel, queries, cache, replace(of_cache, used=used)), now
             used = jnp.minimum(chunk.counts.max(), cached.slots)

@@ -235,16 +235,15 @@ class Model:
           tables: cos and sin, if they are computed already.
           learned: the layer's part of `layers.positional`.
         """
-        fixed_freq, gain, slope, logit_scale, noise, noise_sigma = arrays
+        fixed_freq, gain, slope, logit_scale = arrays
         cos, sin, rotation = None, None, None
         if structure.rotates:
             cos, sin = self.tables(fixed_freq, gain, structure, positions) if tables is None else tables
             chosen = self._rows(structure)
             rotation = Rotation(fixed_freq[chosen], gain[chosen])
         slope = slope if structure.slopes else None
-        noise, noise_sigma = (noise, noise_sigma) if structure.noisy else (None, None)
         hooks = Hooks(tuple((learned or {}).get(one.parameters, {}) for one in structure.hooks), structure.hooks)
-        return LayerEncoding(cos, sin, slope, logit_scale, noise, noise_sigma, hooks, rotation)
+        return LayerEncoding(cos, sin, slope, logit_scale, hooks, rotation)
 
     def tables(
         self, fixed_freq: jax.Array, gain: jax.Array, structure: LayerStructure, positions: jax.Array
@@ -365,14 +364,7 @@ def _reordered(
 
 def layer_arrays(schedule: Schedule) -> tuple[jax.Array | np.ndarray, ...]:
     """The arrays of a schedule that `Model.layer_encoding` reads, stacked over layers."""
-    return (
-        schedule.fixed_freq,
-        schedule.gain,
-        schedule.alibi_slope,
-        schedule.logit_scale,
-        schedule.noise,
-        schedule.noise_sigma,
-    )
+    return schedule.fixed_freq, schedule.gain, schedule.alibi_slope, schedule.logit_scale
 
 
 def _repeat(group: Any, x: jax.Array, data: Any, learned: Any, run: Run, scan: bool) -> tuple[jax.Array, Any]:

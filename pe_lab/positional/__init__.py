@@ -4,6 +4,7 @@ from pe_lab.config import to_json
 from pe_lab.positional.codec import family, from_json, label, label_layers, parse
 from pe_lab.positional.denoising import (
     DOPE,
+    Gaussian,
     denoise,
     denoise_by,
     dope_by_all,
@@ -22,7 +23,7 @@ from pe_lab.positional.encodings import (
 )
 from pe_lab.positional.function import Function, function
 from pe_lab.positional.hooks import HOOKS, Encoding, HeadShape, LayerHooks, Parameter, has
-from pe_lab.positional.layers import Bands, Beta, Drop, Gaussian, HeadEdit, Layer, Pattern, Rescale, Uniform
+from pe_lab.positional.layers import Bands, Beta, Drop, HeadEdit, Layer, Pattern, Rescale, Uniform
 from pe_lab.positional.layouts import CANONICAL, Layout, channel_order, from_canonical, to_canonical
 from pe_lab.positional.notebook import NotebookBias, NotebookYarn
 from pe_lab.positional.patterns import drop, layers, pattern, read_with, rescale, rnope_swa, smollm3, swan

@@ -59,7 +59,8 @@ class Encoding(Checked):
 
     Attributes:
       display_name: in tables and figures; "": the registered name.
-      stands_alone: it can be all that a layer has; False for what adds to others: a temperature, a gate, a sink.
+      stands_alone: it can be all that a layer or a head has; False for what acts beside another: a temperature, a gate,
+        a sink, noise.
       relative: for equal hidden states, the logit of a query and a key depends on positions through their distance
         alone. A `bias` that is relative is computed once per distance, and kernels take it as a table.
       content: the encoding depends on the hidden states x, not only on positions.
@@ -91,6 +92,10 @@ class Encoding(Checked):
         """Whether `frequencies` depends on the length of the sequence."""
         return False
 
+    def on(self, heads: tuple[int, ...]) -> Encoding:
+        """The encoding that an edit gives to these query heads: itself, but where it depends on which they are."""
+        return self
+
     # Of parameters and arrays: traced by JAX, and differentiated.
 
     def init(self, key: Array, shape: HeadShape) -> dict[str, Parameter]:
@@ -116,8 +121,11 @@ class Encoding(Checked):
         k: Float[Array, "B T G K"],
         positions: Int[Array, "#B T"],
         x: Float[Array, "B T D"],
-    ) -> tuple[Float[Array, "B T H any"], Float[Array, "B T G any"]]:
-        """Queries and keys of any equal number of channels; the logits are their products over sqrt(K)."""
+    ) -> tuple[Float[Array, "B T H any"], Float[Array, "B T heads any"]]:
+        """Queries and keys of any equal number of channels; the logits are their products over sqrt(K).
+
+        Keys have G heads, or H heads where the query heads of a group need different ones.
+        """
         raise NotImplementedError
 
     def bias(

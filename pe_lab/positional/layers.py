@@ -40,36 +40,18 @@ class Uniform:
     """DoPE-by-all as eq. 35 is printed: queries and keys are zero, and the head's attention is uniform."""
 
 
-@dataclass(frozen=True)
-class Gaussian(Checked):
-    """DoPE-by-Gaussian (eq. 36, 37): queries and keys of the head are noise.
-
-    Attributes:
-      seed: in [1, 2^32); the noise is a function of it and of a token's position.
-      sigma: the noise's standard deviation, one for all noisy heads of a layer. None: that of the other heads'
-        rotated components, as the paper's body has it; its appendix A.2 has 1.0.
-    """
-
-    seed: int
-    sigma: float | None = field(default=None, metadata=OMIT_DEFAULT)
-
-    limits: ClassVar[Limits] = {
-        "seed": (lambda x: 0 < x < 2**32 and x == int(x), "give a whole number in [1, 2^32)."),
-        "sigma": (lambda x: x is None or 0 < x <= LARGEST, "it must be above 0 and at most 2^32, or left out."),
-    }
-
-
-HeadKind = Encoding | Bands | Uniform | Gaussian
+HeadKind = Encoding | Bands | Uniform
 # With the encodings that will be registered later.
-HEAD_KINDS: Mapping[str, type] = ChainMap({"bands": Bands, "uniform": Uniform, "gaussian": Gaussian}, ENCODINGS)
+HEAD_KINDS: Mapping[str, type] = ChainMap({"bands": Bands, "uniform": Uniform}, ENCODINGS)
 
 
 @dataclass(frozen=True)
 class HeadEdit:
-    """Some query heads of a layer, and the encoding or the denoising that replaces the layer's.
+    """Some query heads of a layer, and what their encoding becomes.
 
-    `NoPE()` removes a head's encoding (the prose of DoPE-by-all), another encoding replaces it, and `Bands`, `Uniform`
-    and `Gaussian` denoise it. Query heads that share a key head may differ.
+    `NoPE()` removes it (the prose of DoPE-by-all), another encoding replaces it, and `Bands` and `Uniform` remove a part
+    of it. An encoding that does not stand alone, such as `Gaussian` or a temperature, acts on these heads beside it.
+    Query heads that share a key head may differ.
     """
 
     heads: tuple[int, ...]
@@ -80,7 +62,7 @@ class HeadEdit:
         require(bool(self.heads), "HeadEdit.heads is empty; name at least one query head.")
         require(
             isinstance(self.to, HeadKind),
-            f"HeadEdit.to is {self.to!r}; a head can have an encoding, Bands, Uniform or Gaussian.",
+            f"HeadEdit.to is {self.to!r}; a head can have an encoding, Bands or Uniform.",
         )
 
 
@@ -146,13 +128,15 @@ class Layer:
         """The encodings of the layer, each with the query heads that it acts on; () is all."""
         own = set(range(num_heads))
         edits = [(edit.heads, edit.to) for edit in self.heads if isinstance(edit.to, Encoding)]
+        replaced = any(to.stands_alone for _, to in edits)
         of_heads: list[tuple[tuple[int, ...], Encoding]] = []
         for n, (heads, to) in enumerate(edits):
-            later = {h for others, _ in edits[n + 1 :] for h in others}
-            of_heads.append((tuple(h for h in sorted(set(heads)) if h not in later), to))
-            own -= set(heads)
-        heads = tuple(sorted(own)) if edits else ()
-        found = [(heads, self.encoding)] if heads or not edits or not num_heads else []
+            later = {h for others, other in edits[n + 1 :] if other.stands_alone for h in others}
+            left = tuple(h for h in sorted(set(heads)) if h not in later)
+            of_heads.append((left, to.on(left)))
+            own -= set(heads) if to.stands_alone else set()
+        heads = tuple(sorted(own)) if replaced else ()
+        found = [(heads, self.encoding)] if heads or not replaced or not num_heads else []
         return [*found, *((h, to) for h, to in of_heads if h), *(((), extra) for extra in self.extras)]
 
     def scale_at(self, length: int | None) -> float:

@@ -1,4 +1,4 @@
-"""What a train step gets beside its state and batch: the schedule, which a path may move, and a teacher."""
+"""What a train step gets beside its state and batch: the schedule, which a transition may move, and a teacher."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pe_lab.model import Flops, Model, Params, train_flops_per_token
 from pe_lab.model.distillation import DistilledInputs, DistilledLoss, learns
 from pe_lab.parallel import AxisRules
 from pe_lab.positional import Schedule, build_schedule, layers
-from pe_lab.positional.path import SchedulePath
+from pe_lab.positional.transition import ScheduleTransition
 from pe_lab.storage import AnyPath
 from pe_lab.training.run import PhasePlan, Run
 from pe_lab.training.step import Shardings, parameter_shardings
@@ -33,8 +33,8 @@ class StepInputs:
       distilled: as `compile_train_step` takes it; None without a teacher.
       flops: per token, of the teacher's forward pass.
       teacher: parameters and schedule of the teacher.
-      path: of a phase whose encoding changes gradually.
-      until: the step at which the path ends.
+      transition: of a phase whose encoding changes gradually.
+      until: the step at which the transition ends.
     """
 
     schedule: Schedule
@@ -42,14 +42,14 @@ class StepInputs:
     distilled: tuple[DistilledLoss, DistilledInputs] | None = None
     flops: Flops = Flops(0.0, 0.0)
     teacher: tuple[Params, Schedule] | None = None
-    path: SchedulePath | None = None
+    transition: ScheduleTransition | None = None
     until: float = 0.0
 
     def at(self, step: int) -> Any:
         """The schedule of a step, counted from 0, or `DistilledInputs` of a phase that distils."""
         schedule = self.schedule
-        if self.path is not None:
-            moved = self.path.at(step / self.until if self.until else 1.0)
+        if self.transition is not None:
+            moved = self.transition.at(step / self.until if self.until else 1.0)
             schedule = jax.device_put(moved, self.shardings.replicated)
         return schedule if self.teacher is None else DistilledInputs(schedule, *self.teacher)
 
@@ -71,15 +71,15 @@ def step_inputs_of(
       show: prints a line.
 
     Raises:
-      UserError: the teacher or the start of the path cannot be read, or does not fit.
+      UserError: the teacher or the start of the transition cannot be read, or does not fit.
     """
     start: Any = phase.config.init_from or previous
     start = None if start == "random" else start
     found = StepInputs(schedule, shardings)
     if learns(phase.config.distill):
         found = _with_teacher(found, run, phase, start, show)
-    if phase.config.path is not None:
-        found = _with_path(found, run, phase, start, show)
+    if phase.config.transition is not None:
+        found = _with_transition(found, run, phase, start, show)
     return found
 
 
@@ -120,20 +120,20 @@ def distilled_loss(
     return DistilledLoss(model, teacher, how), placed
 
 
-def _with_path(found: StepInputs, run: Run, phase: PhasePlan, start: Any, show: Callable[[str], None]) -> StepInputs:
-    path, model = phase.config.path, run.models[phase.index].config
-    assert path is not None
+def _with_transition(found: StepInputs, run: Run, phase: PhasePlan, start: Any, show: Callable[[str], None]) -> StepInputs:
+    transition, model = phase.config.transition, run.models[phase.index].config
+    assert transition is not None
     try:
-        if path.start != "init":
-            before = layers(path.start, model.layers)
+        if transition.start != "init":
+            before = layers(transition.start, model.layers)
         elif start:
             before = open_source(start).layers
         else:
             raise ConfigError("start is 'init', and the phase starts at random. Name an encoding.")
         first = build_schedule(before, model.heads, model.kv_heads, model.head_dim, phase.config.sequence_length)
-        moved = SchedulePath(first, phase.schedule, path.how)
+        moved = ScheduleTransition(first, phase.schedule, transition.how)
     except UserError as error:
-        raise type(error)(f"{phase.where}.path: {error}") from None
-    until = path.until * phase.config.steps
-    show(f"{phase.name}: the encoding changes gradually until step {until:.0f} ({path.how})")
-    return dataclasses.replace(found, path=moved, until=until)
+        raise type(error)(f"{phase.where}.transition: {error}") from None
+    until = transition.until * phase.config.steps
+    show(f"{phase.name}: the encoding changes gradually until step {until:.0f} ({transition.how})")
+    return dataclasses.replace(found, transition=moved, until=until)

@@ -108,7 +108,7 @@ def groups_of(session: Session, measured: Sequence[Mapping[str, np.ndarray]]) ->
         first, name, arrays = members[0]
         chosen = session.layers(first.lm)
         schedule = first.at(session.length).schedule_for(session.length)
-        arrays_of = (schedule.inv_freq, schedule.alibi_slope, schedule.noise)  # a structure may be more general
+        arrays_of = (schedule.inv_freq, schedule.alibi_slope)  # a structure may be more general
         encoded = any(np.any(x) for x in arrays_of) or any(s.hooks for s in schedule.structure)
         stacked = {key: np.stack([one[key] for _, _, one in members]) for key in arrays}
         if random:

@@ -87,7 +87,7 @@ def gpu_key_block(
         an equal part of the visible blocks. None: as many as keep an H100 busy.
 
     Raises:
-      UnsupportedError: functions of logits, or noise without a rotation of H rows.
+      UnsupportedError: functions of logits.
     """
     B, H, T, K = query.shape
     if layer is None:
@@ -201,11 +201,6 @@ def _arrays(
             bias.reshape(bias.shape[0], groups, heads, -1),
             pl.BlockSpec((None, None, some, all_keys), lambda i, p, g, b: (0 if every else b, g, 0, 0)),
         )
-    if inputs.noise is not None:
-        seeds = jax.lax.bitcast_convert_type(inputs.noise.seeds, jnp.int32)[:, None]
-        arrays["noise seed"] = seeds, pl.BlockSpec((None, 1), lambda i, p, g, b: (g, 0))
-        size = inputs.noise.size.astype(jnp.float32)
-        arrays["noise size"] = size, pl.BlockSpec((None, all_keys), lambda i, p, g, b: (b, 0))
     pairs = {"segments": (inputs.query_segments, inputs.key_segments)}
     if inputs.slope is not None:
         pairs["positions"] = (inputs.query_positions, inputs.key_positions)

@@ -95,20 +95,20 @@ def gpu_key_block_gradient(
 
     Args:
       query, key, value: rotated; queries scaled.
-      inputs: without rotation, noise and functions of logits. Sequences may start at different places.
+      inputs: without rotation and functions of logits. Sequences may start at different places.
       logsumexp: of all keys, of which these are a part; MASKED for queries that see none.
       inner: the sum over channels of d_out times the output of the whole attention, minus the logsumexp's gradient.
       d_out: the gradient of the output of the whole attention; rounded to the dtype of the queries.
       interpret: runs the kernels on a CPU.
 
     Raises:
-      UnsupportedError: a rotation, noise or a function of logits.
+      UnsupportedError: a rotation or a function of logits.
     """
     B, H, T, K = query.shape
     G, S = key.shape[1:3]
     check_block(H, key[None], value[None], inputs)
-    if inputs.rotation is not None or inputs.noise is not None:
-        raise UnsupportedError("the gradient of attention on a GPU takes rotated keys: no rotation inside, no noise.")
+    if inputs.rotation is not None:
+        raise UnsupportedError("the gradient of attention on a GPU takes rotated keys: no rotation inside.")
     M = H // G
     logsumexp = jnp.where(logsumexp > FLOOR, logsumexp * LOG2_E, UNSEEN)
     tokens = query, key, value, d_out.astype(query.dtype), logsumexp, inner.astype(jnp.float32)

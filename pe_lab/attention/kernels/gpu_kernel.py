@@ -13,7 +13,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pe_lab.attention.key_block import FLOOR, MASKED
-from pe_lab.attention.noise import KEYS, gaussian
 
 LOG2_E = math.log2(math.e)
 
@@ -163,16 +162,6 @@ def kernel(static: Static, names: tuple[str, ...], *refs: Any) -> None:
     whole_from = jnp.clip(whole_from, first, last)
     whole_to = jnp.clip(whole_to, whole_from, last)
 
-    def drawn(j: jax.Array, here: jax.Array | None) -> list[jax.Array]:
-        """The noise that replaces the keys of a head."""
-        size = load(ref["noise size"], pl.ds(j * cut.keys, cut.keys), down=here)
-        position = (j * cut.keys + iota(cut.keys))[:, None]
-        noise = []
-        for c, w, there_is in halves:
-            one = size[:, None] * gaussian(ref["noise seed"][0], KEYS, position, (c + iota(w))[None])
-            noise.append((one if there_is is None else jnp.where(there_is[None], one, 0)).astype(dtype))
-        return noise
-
     def logits(j: jax.Array, here: jax.Array | None) -> jax.Array:
         tokens = pl.ds(j * cut.keys, cut.keys)
         k = [load(ref["key"], layer, tokens, pl.ds(c, w), down=here, across=m) for c, w, m in halves]
@@ -184,8 +173,6 @@ def kernel(static: Static, names: tuple[str, ...], *refs: Any) -> None:
             sin = block_sin * place_cos + block_cos * place_sin
             left, right = (x.astype(jnp.float32) for x in k)
             k = [(left * cos - right * sin).astype(dtype), (right * cos + left * sin).astype(dtype)]
-        if "noise seed" in ref:
-            k = jax.lax.cond(ref["noise seed"][0] != 0, functools.partial(drawn, j, here), lambda: k)
         against = (((1,), (1,)), ((), ()))
         return functools.reduce(jnp.add, (product(a, b, against) for a, b in zip(q, k, strict=True)))
 

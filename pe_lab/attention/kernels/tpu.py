@@ -74,21 +74,18 @@ def tpu_key_block(
       interpret: run on any platform, slowly.
 
     Raises:
-      UnsupportedError: functions of logits, or noise without a rotation of H rows.
+      UnsupportedError: functions of logits.
     """
     B, H, T, K = query.shape
     if layer is None:
         layer, key, value = 0, key[None], value[None]
     G, S = key.shape[2:4]
     rotations = check_block(H, key, value, inputs)
-    split_heads = rotations not in (0, 1, G) or inputs.noise is not None
+    split_heads = rotations not in (0, 1, G)
     cut = cut or tiles(H, G, T, S, split_heads)
     channels_first = K % LANES != 0
     if cut.keys > S:
         key, value = (jnp.pad(x, ((0, 0),) * 3 + ((0, cut.keys - S), (0, 0))) for x in (key, value))
-        if inputs.noise is not None:
-            size = jnp.pad(inputs.noise.size, ((0, 0), (0, cut.keys - S)))
-            inputs = replace(inputs, noise=inputs.noise._replace(size=size))
     key_blocks = -(-S // cut.keys)
     # The window of one block of queries overlaps at most this many key blocks.
     visited = (
@@ -195,10 +192,6 @@ def _arrays(
         slope = jnp.repeat(inputs.slope.astype(jnp.float32).reshape(groups, cut.heads), Tq, axis=1)
         slope = jnp.pad(slope, ((0, 0), (0, rows - slope.shape[1])))[:, None]
         arrays["slope"] = slope, pl.BlockSpec((None, 1, rows), lambda b, g, i, j, *_: (g, 0, 0))
-    if inputs.noise is not None:
-        seeds = jax.lax.bitcast_convert_type(inputs.noise.seeds, jnp.int32)
-        arrays["noise seed"] = seeds, pl.BlockSpec(memory_space=pltpu.SMEM)
-        arrays["noise size"] = inputs.noise.size.astype(jnp.float32)[:, None], row_of_keys
     if inputs.distance_bias is not None:
         table = padded_table(inputs.distance_bias, cut.heads, Tq, Tk)
 

@@ -69,12 +69,12 @@ def tpu_key_block_gradient(
       interpret: run on any platform, slowly.
 
     Raises:
-      UnsupportedError: keys are to be rotated or replaced by noise, or there are functions of logits.
+      UnsupportedError: keys are to be rotated, or there are functions of logits.
     """
     B, H, T, K = query.shape
     G, S = key.shape[1:3]
-    if inputs.rotation is not None or inputs.noise is not None:
-        raise UnsupportedError("pallas_tpu: no gradient of keys that the kernel rotates or replaces by noise.")
+    if inputs.rotation is not None:
+        raise UnsupportedError("pallas_tpu: no gradient of keys that the kernel rotates.")
     check_block(H, key[None], value[None], inputs)
     size = block or min(BLOCK, -(-max(T, S) // LANES) * LANES)
     channels_first = K % LANES != 0

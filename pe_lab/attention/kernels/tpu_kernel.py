@@ -12,7 +12,6 @@ from jax.experimental import pallas as pl
 
 from pe_lab.attention.kernels.tpu_toeplitz import place, toeplitz
 from pe_lab.attention.key_block import FLOOR, MASKED
-from pe_lab.attention.noise import KEYS, gaussian
 
 
 @dataclass(frozen=True)
@@ -104,21 +103,6 @@ def kernel(static: Static, names: tuple[str, ...], start_ref: Any, used_ref: Any
         total_ref[...] = jnp.zeros_like(total_ref)
         sum_ref[...] = jnp.zeros_like(sum_ref)
 
-    def encoded(m: int, rotated: Any) -> jax.Array:
-        """The keys of a head, rotated or replaced by noise."""
-        if "noise seed" not in ref:
-            return rotated(m)
-        seed, shape = ref["noise seed"][group * cut.heads + m], ref["key"].shape
-        position = first_key + jax.lax.broadcasted_iota(jnp.int32, shape, 1 - static.channels)
-        channel = jax.lax.broadcasted_iota(jnp.int32, shape, static.channels)
-        size = ref["noise size"][...]
-        size = size if static.channels_first else down(size)
-
-        def drawn() -> jax.Array:
-            return (size * gaussian(seed, KEYS, position, channel)).astype(ref["key"].dtype)
-
-        return jax.lax.cond(seed != 0, drawn, lambda: rotated(m))
-
     def logits() -> jax.Array:
         k, q_ref, axis = ref["key"][...], ref["query"], 1 - static.channels
         q = jnp.concatenate([q_ref[m] for m in range(q_ref.shape[0])], axis)
@@ -129,7 +113,7 @@ def kernel(static: Static, names: tuple[str, ...], start_ref: Any, used_ref: Any
         if not static.split_heads:
             return product(rotated(0), q, against)
         of = [jax.lax.slice_in_dim(q, m * cut.queries, (m + 1) * cut.queries, axis=axis) for m in range(cut.heads)]
-        return side_by_side(lambda m: product(encoded(m, rotated), of[m], against))
+        return side_by_side(lambda m: product(rotated(m), of[m], against))
 
     def side_by_side(of_head: Any) -> jax.Array:
         """An array [keys, queries] of each head, in the order of logits."""
