@@ -137,7 +137,7 @@ def encode(
 def _encoded(
     encoding: Encoding, params: Any, query: Array, key: Array, positions: Array, x: Array
 ) -> tuple[Float[Array, "B T H any"], Float[Array, "B T heads any"]]:
-    """What an `encode` hook returns, checked, in the dtype of the queries; a key that it returns as it was is itself."""
+    """What an `encode` hook returns, checked, in the dtype of the queries; unchanged keys are themselves."""
     found = call(encoding, "encode", params, query, key, positions, x)
     (B, T, H, _), G = query.shape, key.shape[2]
     wanted = f"queries [B, T, {H}, K] and keys [B, T, {G}, K] of one K, with B, T {[B, T]}"

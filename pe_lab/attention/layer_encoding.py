@@ -39,9 +39,7 @@ class LayerEncoding(NamedTuple):
         return jnp.float32(head_dim**-0.5) * (1.0 if self.logit_scale is None else self.logit_scale)
 
 
-def encode_queries(
-    query: Float[Array, "B T H K"], encoding: LayerEncoding, kv_heads: int
-) -> Float[Array, "B T H K"]:
+def encode_queries(query: Float[Array, "B T H K"], encoding: LayerEncoding, kv_heads: int) -> Float[Array, "B T H K"]:
     """Queries, rotated."""
     H = query.shape[2]
     if encoding.cos is not None and encoding.sin is not None:
@@ -53,9 +51,7 @@ def encode_queries(
     return query
 
 
-def encode_keys(
-    key: Float[Array, "B T G K"], encoding: LayerEncoding, num_heads: int
-) -> Float[Array, "B T heads K"]:
+def encode_keys(key: Float[Array, "B T G K"], encoding: LayerEncoding, num_heads: int) -> Float[Array, "B T heads K"]:
     """Keys, rotated; of H heads where the heads of a group rotate differently.
 
     `key` may have H heads already, after hooks.

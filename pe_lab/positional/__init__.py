@@ -25,7 +25,6 @@ from pe_lab.positional.function import Function, function
 from pe_lab.positional.hooks import HOOKS, Encoding, HeadShape, LayerHooks, Parameter, has
 from pe_lab.positional.layers import Bands, Beta, Drop, HeadEdit, Layer, Pattern, Rescale, Uniform
 from pe_lab.positional.layouts import CANONICAL, Layout, channel_order, from_canonical, to_canonical
-from pe_lab.positional.notebook import NotebookBias, NotebookYarn
 from pe_lab.positional.patterns import drop, layers, pattern, read_with, rescale, rnope_swa, smollm3, swan
 from pe_lab.positional.registry import check_sources, import_encodings, register, sources
 from pe_lab.positional.rotation import angles, apply_p_rope, apply_rope, rotate, rotation_tables
@@ -36,7 +35,6 @@ from pe_lab.positional.scalings import (
     DynamicYarn,
     Llama3,
     LongRope,
-    NotebookNTK,
     NTKByParts,
     Scaling,
     Yarn,

@@ -1,4 +1,4 @@
-"""DoPE (Xiong et al. 2025, Section 4.3): heads chosen by their scores, layers with these heads denoised, and its noise."""
+"""DoPE (Xiong et al. 2025, Section 4.3): heads chosen by their scores and denoised, and its noise."""
 
 from __future__ import annotations
 

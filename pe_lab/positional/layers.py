@@ -49,8 +49,9 @@ HEAD_KINDS: Mapping[str, type] = ChainMap({"bands": Bands, "uniform": Uniform}, 
 class HeadEdit:
     """Some query heads of a layer, and what their encoding becomes.
 
-    `NoPE()` removes it (the prose of DoPE-by-all), another encoding replaces it, and `Bands` and `Uniform` remove a part
-    of it. An encoding that does not stand alone, such as `Gaussian` or a temperature, acts on these heads beside it.
+    `NoPE()` removes it (the prose of DoPE-by-all), another encoding replaces it, and `Bands` and `Uniform` remove a
+    part of it. An encoding that does not stand alone, such as `Gaussian` or a temperature, acts on these heads beside
+    it.
     Query heads that share a key head may differ.
     """
 

@@ -291,21 +291,6 @@ class LongRope(Scaling):
         return inv_freq / np.array(table), attention_factor
 
 
-@dataclass(frozen=True)
-class NotebookNTK(Scaling):
-    """The notebook's "NTK": w_i * factor^(2i/d). It makes slow pairs faster; NTK makes them slower.
-
-    In its code: `freqs = 1.0 / (base ** (2*i/d))`, `freqs = freqs * (scaling ** (i / (d/2)))`; in its text: "so that
-    lower frequencies rotate more slowly".
-    Only for comparison with the notebook; use `NTK` for anything else.
-    """
-
-    factor: float = 8.0
-
-    def scale(self, inv_freq: np.ndarray, base: float, dim: int, length: int | None) -> Scaled:
-        return inv_freq * self.factor ** (2.0 * np.arange(dim // 2) / dim), 1.0
-
-
 SCALINGS: dict[str, type[Scaling]] = {
     "pi": PI,
     "ntk": NTK,
@@ -315,5 +300,4 @@ SCALINGS: dict[str, type[Scaling]] = {
     "dynamic_yarn": DynamicYarn,
     "llama3": Llama3,
     "longrope": LongRope,
-    "notebook_ntk": NotebookNTK,
 }

@@ -1,4 +1,4 @@
-"""A transition between two schedules: the encodings of all layers change gradually, without compiling anything again."""
+"""A transition between two schedules: the encodings of all layers change gradually, in one compiled program."""
 
 from __future__ import annotations
 

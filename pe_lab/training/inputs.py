@@ -120,7 +120,9 @@ def distilled_loss(
     return DistilledLoss(model, teacher, how), placed
 
 
-def _with_transition(found: StepInputs, run: Run, phase: PhasePlan, start: Any, show: Callable[[str], None]) -> StepInputs:
+def _with_transition(
+    found: StepInputs, run: Run, phase: PhasePlan, start: Any, show: Callable[[str], None]
+) -> StepInputs:
     transition, model = phase.config.transition, run.models[phase.index].config
     assert transition is not None
     try:

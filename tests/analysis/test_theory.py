@@ -29,8 +29,8 @@ from pe_lab.analysis.theory.rotary import (
     rotated,
 )
 from pe_lab.analysis.theory.swaps import CASES, attending_sequence, breaking_swaps, first_swap, predicted_distance
-from pe_lab.positional import NoPE, NotebookYarn, Rope, apply_rope, frequencies
-from pe_lab.positional.notebook import warped_angles
+from pe_lab.positional import NoPE, Rope, apply_rope, frequencies
+from pe_lab.positional.notebook import NotebookYarn, warped_angles
 from pe_lab.positional.rotation import fixed_point_frequencies
 
 INV_FREQ = frequencies(Rope(BASE), HEAD_DIM)[0]

@@ -10,7 +10,6 @@ from hooked import Diagonal
 
 from pe_lab.attention import LayerEncoding, attention
 from pe_lab.attention.hooks import Hooks
-from pe_lab.attention.noise import KEYS, QUERIES, replace_heads_by_noise
 from pe_lab.attention.statistics import Statistics, attention_rows, attention_statistics
 from pe_lab.errors import UserError
 from pe_lab.positional import LayerHooks, alibi_slopes
@@ -196,25 +195,6 @@ def test_bfloat16_is_read_as_attention_reads_it():
     assert_equal(found, expected(*full_weights(q, k, **case)), tolerance=0.06)
 
 
-def test_heads_of_noise_are_measured_as_noise():
-    q, k = queries_and_keys(T, kv_heads=H)
-    case, row, other = arguments_of(dict(rows=[1, 0, 0.5, 2]))
-    seeds = jnp.asarray([0, 5, 0, 0], jnp.uint32)
-    found = measure(q, k, row._replace(noise=seeds), block=8, **other)
-    rotated = []
-    for x in (np.asarray(q), np.asarray(k)):
-        cos, sin, a, b = np.asarray(row.cos), np.asarray(row.sin), x[..., : K // 2], x[..., K // 2 :]
-        rotated.append(np.concatenate([a * cos - b * sin, b * cos + a * sin], -1))
-    noisy = [
-        replace_heads_by_noise(jnp.asarray(x), seeds, None, which)
-        for x, which in zip(rotated, (QUERIES, KEYS), strict=True)
-    ]
-    assert_equal(found, expected(*full_weights(*noisy)))
-    plain = expected(*full_weights(q, k, **case))
-    changed = np.abs(found.entropy - plain.entropy).max((0, 2))
-    assert changed[1] > 0.1 and (changed[[0, 2, 3]] < 1e-5).all()
-
-
 # --- What is known without computing it ------------------------------------------------------------------------------
 
 
@@ -284,7 +264,6 @@ def test_an_index_outside_the_sequence_is_an_error(arguments, message):
     [
         (3, 2, LayerEncoding(), "3 query heads do not divide"),
         (4, 2, rotations(FREQUENCIES * np.ones((3, 1)), np.arange(T)[None]), "3 rows of rotations fit neither"),
-        (4, 2, LayerEncoding(noise=jnp.zeros(4, jnp.uint32)), "rotated per query head"),
     ],
 )
 def test_statistics_refuse_the_arguments_that_attention_refuses(heads, kv_heads, row, message):

@@ -31,8 +31,6 @@ from pe_lab.positional import (
     Llama3,
     LongRope,
     NoPE,
-    NotebookBias,
-    NotebookYarn,
     NTKByParts,
     PartialRope,
     Rope,
@@ -42,6 +40,7 @@ from pe_lab.positional import (
     layers,
     rnope_swa,
 )
+from pe_lab.positional.notebook import NotebookBias, NotebookYarn
 from pe_lab.training.step import parameter_shardings
 
 TINY = ModelConfig(vocab_size=64, layers=2, d_model=32, d_ff=48, heads=4, kv_heads=2, head_dim=8, dtype="float32")

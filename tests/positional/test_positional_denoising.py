@@ -25,7 +25,6 @@ from pe_lab.positional import (
     Layer,
     LayerHooks,
     NoPE,
-    NotebookYarn,
     Rope,
     Yarn,
     build_schedule,
@@ -40,6 +39,7 @@ from pe_lab.positional import (
     select_heads,
     to_json,
 )
+from pe_lab.positional.notebook import NotebookYarn
 
 # Choosing heads by their scores.
 

@@ -18,8 +18,6 @@ from pe_lab.positional import (
     Layer,
     Llama3,
     LongRope,
-    NotebookNTK,
-    NotebookYarn,
     NTKByParts,
     PartialRope,
     Rope,
@@ -33,6 +31,7 @@ from pe_lab.positional import (
     rotation_tables,
 )
 from pe_lab.positional.layouts import Layout, channel_order, from_canonical, to_canonical
+from pe_lab.positional.notebook import NotebookNTK, NotebookYarn
 from pe_lab.positional.rotation import fixed_point_frequencies
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "positional_golden.json").read_text())

@@ -4,12 +4,10 @@ import math
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from head_scores import AT, KEY, QUERY, H, K, N, R, edited, schedule_of, scores_of
 
-from pe_lab.errors import UserError
 from pe_lab.positional import (
     Alibi,
     Bands,
@@ -24,8 +22,6 @@ from pe_lab.positional import (
     Llama4Temperature,
     LongRope,
     NoPE,
-    NotebookBias,
-    NotebookYarn,
     PartialRope,
     Rope,
     Uniform,
@@ -38,6 +34,7 @@ from pe_lab.positional import (
     frequencies,
     layers,
 )
+from pe_lab.positional.notebook import NotebookBias, NotebookYarn
 from pe_lab.positional.rotation import fixed_point_frequencies
 
 

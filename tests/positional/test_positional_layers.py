@@ -23,9 +23,6 @@ from pe_lab.positional import (
     Llama3,
     LongRope,
     NoPE,
-    NotebookBias,
-    NotebookNTK,
-    NotebookYarn,
     NTKByParts,
     PartialRope,
     Rope,
@@ -40,6 +37,7 @@ from pe_lab.positional import (
 )
 from pe_lab.positional.encodings import ENCODINGS
 from pe_lab.positional.layers import HEAD_KINDS
+from pe_lab.positional.notebook import NotebookBias, NotebookNTK, NotebookYarn
 from pe_lab.positional.scalings import SCALINGS
 
 # The tests' check of annotations looks at a random item of a tuple, also while a strategy builds a description.

@@ -22,7 +22,6 @@ from pe_lab.positional import (
     Layer,
     LongRope,
     NoPE,
-    NotebookYarn,
     PartialRope,
     Rescale,
     Rope,
@@ -38,6 +37,7 @@ from pe_lab.positional import (
     smollm3,
     swan,
 )
+from pe_lab.positional.notebook import NotebookYarn
 
 NOPE, LOCAL = Layer(NoPE()), Layer(Rope(), 512)
 

@@ -21,6 +21,7 @@ from pe_lab.model import Model
 from pe_lab.model.chunked_forward import ChunkedForward
 from pe_lab.positional import (
     XSA,
+    Bands,
     Beta,
     ClippedRope,
     ContentRotation,
@@ -33,6 +34,7 @@ from pe_lab.positional import (
     GatedOutput,
     GatedRope,
     GatedXSA,
+    Gaussian,
     HeadShape,
     KerpleLog,
     KerplePower,
@@ -42,8 +44,6 @@ from pe_lab.positional import (
     LearnedSink,
     Llama4Temperature,
     NoPE,
-    NotebookBias,
-    NotebookYarn,
     PoPE,
     Rope,
     SelectiveRope,
@@ -64,7 +64,7 @@ from pe_lab.positional import (
 )
 from pe_lab.positional.codec import from_json, parse
 from pe_lab.positional.hooks import initial
-from pe_lab.positional.layers import Bands, Gaussian
+from pe_lab.positional.notebook import NotebookBias, NotebookYarn
 from pe_lab.positional.registry import ENCODINGS, import_encodings
 
 GOLDEN = np.load(pathlib.Path(__file__).parent.parent / "data" / "encoding_golden.npz")

@@ -16,7 +16,9 @@ def test_a_path_has_the_schedules_at_its_ends(how):
     transition = ScheduleTransition(ROPE, NOPE, how)
     for t, expected in ((0.0, ROPE), (1.0, NOPE), (-1.0, ROPE), (2.0, NOPE)):
         for name in ARRAYS:
-            np.testing.assert_allclose(getattr(transition.at(t), name), getattr(expected, name), rtol=1e-6, err_msg=name)
+            np.testing.assert_allclose(
+                getattr(transition.at(t), name), getattr(expected, name), rtol=1e-6, err_msg=name
+            )
     assert len({transition.at(t).structure for t in (0.0, 0.3, 1.0)}) == 1  # one compilation
 
 

@@ -14,7 +14,6 @@ because 64 channels across would leave half of every tile empty. A KV cache is t
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import jax
