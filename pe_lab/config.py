@@ -10,10 +10,12 @@ from typing import Any, Literal
 from pe_lab.config_codec import INT32, OMIT_DEFAULT, SEED, number
 from pe_lab.config_codec import check_bounds as check_bounds
 from pe_lab.config_codec import check_key as check_key
+from pe_lab.config_codec import field_types as field_types
 from pe_lab.config_codec import from_dict as from_dict
-from pe_lab.config_codec import register_descriptions as register_descriptions
+from pe_lab.config_codec import kind_name as kind_name
 from pe_lab.config_codec import register_kind as register_kind
 from pe_lab.config_codec import to_json as to_json
+from pe_lab.config_codec import with_descriptions as with_descriptions
 from pe_lab.errors import ConfigError
 
 

@@ -18,9 +18,8 @@ from pe_lab.errors import ConfigError
 from pe_lab.model import Model
 from pe_lab.model.layer_pass import LayerView, Measure, forward_model, hook_encoded, layer_pass
 from pe_lab.parallel import AxisRules, use_mesh
-from pe_lab.positional import HeadEdit, Layer
+from pe_lab.positional import HeadEdit, Layer, Uniform
 from pe_lab.positional.codec import parse
-from pe_lab.positional.layers import HEAD_KINDS
 
 if TYPE_CHECKING:
     from pe_lab.language_model import LanguageModel, Tokens
@@ -135,7 +134,7 @@ class Inspection:
             if not 0 <= h < self.config.heads:
                 raise ConfigError(f"There is no query head {h}; the model has {self.config.heads}, counted from 0.")
         if isinstance(to, str):
-            to = HEAD_KINDS[to]() if to == "uniform" else parse(to).encoding
+            to = Uniform() if to == "uniform" else parse(to).encoding
         edited: list[Layer] = list(self.layers)
         before = edited[layer]
         edited[layer] = dataclasses.replace(before, heads=(*before.heads, HeadEdit(tuple(heads), to)))

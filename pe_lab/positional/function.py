@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from pe_lab.config import OMIT_DEFAULT
 from pe_lab.errors import ConfigError, EncodingError
 from pe_lab.positional.hooks import Encoding, Params, call
-from pe_lab.positional.registry import register, source_of
+from pe_lab.positional.registry import digest_of, register
 from pe_lab.positional.scalings import require
 
 Settings = tuple[tuple[str, Any], ...]
@@ -40,8 +40,8 @@ def function(f: Callable[..., Array], **settings: Any) -> Function:
       ConfigError: f has no name by which it can be found again, or a setting is no plain data.
     """
     name = _name_of(f)
-    source = source_of(f) if name.partition(":")[0].partition(".")[0] != "pe_lab" else None
-    made = Function(name, tuple(settings.items()), source.digest if source else "")
+    own = name.partition(":")[0].partition(".")[0] == "pe_lab"
+    made = Function(name, tuple(settings.items()), "" if own else digest_of(f))
     _known[made.name, made.digest] = f
     return made
 
@@ -56,7 +56,7 @@ class Function(Encoding):
     Attributes:
       name: `MODULE:NAME`, or `PATH/FILE.py:NAME` where the file is no importable module.
       settings: the function's other arguments, sorted by name.
-      digest: of the function's source, and of what it uses in its file; "": not compared. pe_lab's own have none.
+      digest: of the function's source, without what it calls; "": not compared. pe_lab's own have none.
     """
 
     name: str
@@ -159,7 +159,7 @@ def _found(name: str, digest: str) -> Callable[..., Any]:
         found = functools.reduce(lambda at, part: getattr(at, part, None), attribute.split("."), one)
         if not callable(found):
             continue
-        now = source_of(found).digest if digest else ""
+        now = digest_of(found) if digest else ""
         if now == digest:
             _known[name, digest] = found
             return found

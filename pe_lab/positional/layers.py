@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -14,7 +13,6 @@ from pe_lab.config import OMIT_DEFAULT
 from pe_lab.errors import ConfigError
 from pe_lab.positional.encodings import NoPE
 from pe_lab.positional.hooks import Encoding, has
-from pe_lab.positional.registry import ENCODINGS
 from pe_lab.positional.scalings import LARGEST, SCALINGS, Checked, Limits, Scaling, require, stretch
 
 
@@ -41,8 +39,6 @@ class Uniform:
 
 
 HeadKind = Encoding | Bands | Uniform
-# With the encodings that will be registered later.
-HEAD_KINDS: Mapping[str, type] = ChainMap({"bands": Bands, "uniform": Uniform}, ENCODINGS)
 
 
 @dataclass(frozen=True)

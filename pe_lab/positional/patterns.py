@@ -7,8 +7,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pe_lab.config import with_descriptions
 from pe_lab.errors import ConfigError
-from pe_lab.positional.codec import description_from_json, parse
+from pe_lab.positional.codec import parse
 from pe_lab.positional.encodings import NoPE, Rope
 from pe_lab.positional.hooks import Encoding
 from pe_lab.positional.layers import Beta, Drop, Layer, Pattern, Rescale
@@ -149,7 +150,7 @@ def _split(text: str) -> list[str]:
 
 
 def _layer(item: Any) -> Layer:
-    item = description_from_json(item) if isinstance(item, Mapping) else item
+    item = with_descriptions(item, "The layers") if isinstance(item, Mapping) else item
     if isinstance(item, Layer):
         return item
     if isinstance(item, str):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import hashlib
 import importlib
@@ -22,13 +21,13 @@ Kind = TypeVar("Kind", bound=type[Encoding])
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class EncodingSource:
     """Where the class of an encoding comes from.
 
     Attributes:
       module: its name.
       file: its path; "" if the class was not read from a file.
-      digest: of the class and of everything in its file that it uses, without comments and docstrings; "" likewise.
+      digest: of the file; of the class alone, or "", if there is none.
     """
 
     module: str
@@ -38,7 +37,7 @@ class Source:
 
 ENCODINGS: dict[str, type[Encoding]] = {}
 _equal_sources: dict[str, tuple[str, ...]] = {}  # by name: digests of earlier sources that computed the same
-_sources: dict[type, Source] = {}  # of classes that are not pe_lab's own, when they were registered
+_sources: dict[type, EncodingSource] = {}  # of classes that are not pe_lab's own, when they were registered
 
 
 def register(name: str, *, same_as: tuple[str, ...] | str = ()) -> Callable[[Kind], Kind]:
@@ -76,8 +75,8 @@ def register(name: str, *, same_as: tuple[str, ...] | str = ()) -> Callable[[Kin
             if before is not None and source.digest and _sources[before] == source:
                 return before  # the module was read again, and instances of both are to be equal
             _sources[kind] = source
-        ENCODINGS[name] = kind
         register_kind(name, kind)
+        ENCODINGS[name] = kind
         return kind
 
     return decorate
@@ -112,56 +111,24 @@ def registered_name(encoding: Any) -> str:
     raise ConfigError(f"{encoding!r} is no registered encoding: write @register('NAME') above its class.")
 
 
-def source_of(kind: Any) -> Source:
-    """Where a class or a function comes from."""
-    module = sys.modules.get(kind.__module__)
-    file = getattr(module, "__file__", None)
+def source_of(kind: type) -> EncodingSource:
+    """Where a class comes from."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
     if file is None or not Path(file).is_file():
-        try:
-            text = ast.unparse(_bare(ast.parse(inspect.cleandoc(inspect.getsource(kind)))))
-        except (OSError, TypeError, SyntaxError):
-            return Source(kind.__module__, "", "")
-        return Source(kind.__module__, "", _digest(text))
-    return Source(kind.__module__, str(Path(file).resolve()), _digest(_used_source(Path(file).read_text(), kind)))
+        return EncodingSource(kind.__module__, "", digest_of(kind))
+    return EncodingSource(kind.__module__, str(Path(file).resolve()), _digest(Path(file).read_text()))
+
+
+def digest_of(kind: Any) -> str:
+    """A digest of the source of a class or a function alone; "" where there is none, as for what was typed in."""
+    try:
+        return _digest(inspect.getsource(kind))
+    except (OSError, TypeError):
+        return ""
 
 
 def _digest(text: str) -> str:
-    """A short digest; "" of nothing."""
-    return text and hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _used_source(text: str, kind: Any) -> str:
-    """The statements of a module that a class or a function consists of and, directly or not, names; no docstrings."""
-    defined: dict[str, ast.stmt] = {}
-    for statement in _bare(ast.parse(text)).body:
-        for node in [statement] if isinstance(statement, ast.ClassDef | ast.FunctionDef) else ast.walk(statement):
-            if isinstance(node, ast.ClassDef | ast.FunctionDef):
-                defined[node.name] = statement
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                defined[node.id] = statement
-    used, left = {}, [kind.__qualname__.partition(".")[0]]
-    if left[0] not in defined:  # a class that a function makes
-        return ""
-    while left:
-        name = left.pop()
-        if name in defined and name not in used:
-            used[name] = ast.unparse(defined[name])
-            left.extend(node.id for node in ast.walk(defined[name]) if isinstance(node, ast.Name))
-    return "\n".join(used[name] for name in sorted(used))
-
-
-def _bare(tree: ast.Module) -> ast.Module:
-    """A module without docstrings, and without the decorator's `same_as`, which changes no result."""
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if isinstance(body, list) and body and isinstance(node, ast.ClassDef | ast.FunctionDef | ast.Module):
-            first = body[0]
-            text = first.value if isinstance(first, ast.Expr) else None
-            if isinstance(text, ast.Constant) and isinstance(text.value, str):
-                node.body = body[1:] or [ast.Pass()]
-        if isinstance(node, ast.Call):
-            node.keywords = [keyword for keyword in node.keywords if keyword.arg != "same_as"]
-    return tree
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def sources(encodings: Iterable[Encoding]) -> dict[str, dict[str, str]]:

@@ -553,7 +553,6 @@ import jax.numpy as jnp
 TWO = 2
 
 def my_rope(inputs, positions, head_dim, factor=1.0):
-    "A docstring is not part of the digest."
     return inputs * (TWO * factor + positions[..., None, None])
 
 def wrong(inputs, positions, head_dim):
@@ -575,7 +574,7 @@ def test_a_function_of_a_file_is_found_again_and_must_be_the_same(tmp_path, monk
     q = jnp.ones((2, 3, 1, 4))
     encoded, _ = again.encode({}, q, q, jnp.arange(3)[None], q[..., 0, :])
     np.testing.assert_array_equal(encoded[1, :, 0, 0], [6, 7, 8])
-    file.write_text(RECIPE.replace("TWO = 2", "TWO = 4"))
+    file.write_text(RECIPE.replace("TWO * factor", "4 * factor"))
     import_encodings("recipe.py")
     monkeypatch.setattr(module, "_known", dict(known))
     with pytest.raises(EncodingError, match="Bring the former source back"):

@@ -18,11 +18,11 @@ import numpy as np
 from pe_lab.analysis.study import Findings, Study, TextTable
 from pe_lab.attention.capabilities import Request
 from pe_lab.attention.dispatch import IMPLEMENTATIONS, layer_request, reasons_against
+from pe_lab.config import from_dict
 from pe_lab.errors import ConfigError
 from pe_lab.model import Model, Params
 from pe_lab.model.encoding_check import CONFIG, LENGTH, Check, check
 from pe_lab.positional import HOOKS, Layer, Rope, Schedule, build_schedule, has, label, layers
-from pe_lab.positional.codec import build
 from pe_lab.positional.registry import ENCODINGS
 from pe_lab.storage import write_file
 from pe_lab.terminal import Progress, console
@@ -58,7 +58,7 @@ def default_layers() -> tuple[list[Layer], list[str]]:
         if "original_length" in required:
             given["original_length"] = LENGTH
         if set(required) <= set(given):
-            found.append(Layer(build(kind, given, name)))
+            found.append(Layer(from_dict(kind, given, name)))
         else:
             left.append(name)
     return found + [layer for text in FURTHER for layer in layers(text, 1)], left
