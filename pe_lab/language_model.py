@@ -24,7 +24,17 @@ from pe_lab.config import ModelConfig
 from pe_lab.data.tokenizers import Tokenizer, check_vocabulary, load_tokenizer, save_tokenizer
 from pe_lab.errors import CheckpointError, ConfigError, DataError
 from pe_lab.inspection import Inspection
-from pe_lab.model import Decoder, ForwardPasses, Model, Request, Sampling, Schedules, Statistics, Weights, complete
+from pe_lab.model import (
+    Decoder,
+    DecodingWeights,
+    ForwardPasses,
+    GenerationRequest,
+    GenerationStatistics,
+    Model,
+    Sampling,
+    Schedules,
+    complete,
+)
 from pe_lab.model.learned import split_layers
 from pe_lab.parallel import hide_absent_tpu
 from pe_lab.positional import (
@@ -47,10 +57,10 @@ Prompt = Any  # a string, token ids [n], or several of either with any lengths
 
 _compiled = functools.cache(ForwardPasses)
 _decoder = functools.cache(Decoder)
-_weights: dict[int, Weights] = {}  # in the form that decoding reads, by the id of a checkpoint that is alive
+_weights: dict[int, DecodingWeights] = {}  # in the form that decoding reads, by the id of a checkpoint that is alive
 
 
-def _weights_of(checkpoint: Checkpoint, decoder: Decoder) -> Weights:
+def _weights_of(checkpoint: Checkpoint, decoder: Decoder) -> DecodingWeights:
     if id(checkpoint) not in _weights:
         _weights[id(checkpoint)] = decoder.prepare(checkpoint.params)
         weakref.finalize(checkpoint, _weights.pop, id(checkpoint), None)
@@ -173,7 +183,7 @@ class LanguageModel(Inspection):
         cache_length: int | None = None,
         refresh: int = 1,
         text: bool | None = None,
-        statistics: Statistics | None = None,
+        statistics: GenerationStatistics | None = None,
     ) -> Any:
         """Continues one prompt or several. Each token is the one that `logits` of the whole sequence would give.
 
@@ -184,7 +194,7 @@ class LanguageModel(Inspection):
           stop: strings that end a continuation, and are not part of it.
           eos_ids: tokens that end a continuation; by default the tokenizer's.
           cache_length: the largest number of tokens of a prompt and its continuation; by default as many as needed.
-          refresh: for encodings that depend on the length, see `model.Request`; 1 is exact, 0 is fast.
+          refresh: for encodings that depend on the length, see `model.GenerationRequest`; 1 is exact, 0 is fast.
           text: whether strings or ids are returned. None: what was given.
           statistics: counts and seconds are added to it.
 
@@ -220,7 +230,7 @@ class LanguageModel(Inspection):
         eos_ids: Collection[int] | None = None,
         cache_length: int | None = None,
         refresh: int = 1,
-        statistics: Statistics | None = None,
+        statistics: GenerationStatistics | None = None,
     ) -> Iterator[str]:
         """Yields the continuation of one prompt in pieces; arguments and errors as in `generate`.
 
@@ -266,11 +276,11 @@ class LanguageModel(Inspection):
         eos_ids: Collection[int] | None,
         cache_length: int | None,
         refresh: int,
-    ) -> Request:
+    ) -> GenerationRequest:
         eos_ids = self.eos_ids if eos_ids is None else eos_ids
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
         sampling = Sampling(temperature, top_k, top_p, seed)
-        return Request(max_new_tokens, sampling, eos_ids, stop, cache_length, refresh)
+        return GenerationRequest(max_new_tokens, sampling, eos_ids, stop, cache_length, refresh)
 
     @property
     def eos_ids(self) -> frozenset[int]:

@@ -47,7 +47,7 @@ class Capabilities(NamedTuple):
     longest: int | None = None
 
 
-class Request(NamedTuple):
+class AttentionRequest(NamedTuple):
     """What a layer requires of its attention.
 
     Attributes:
@@ -69,7 +69,7 @@ class Request(NamedTuple):
     partial: bool = False
 
 
-def refusals(capabilities: Capabilities, request: Request) -> list[str]:
+def refusals(capabilities: Capabilities, request: AttentionRequest) -> list[str]:
     """Why an implementation cannot serve a request: clauses that follow its name; empty if it can."""
     reasons = []
     if missing := [name for name in FEATURES if name in request.needs - capabilities.honours]:

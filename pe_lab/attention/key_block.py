@@ -25,7 +25,7 @@ RESIDUALS = "attention"  # the name under which rematerialization may keep the o
 FLOOR = -5e29  # the first value of running maxima: above MASKED, so that an invisible key has weight exactly 0
 
 
-class Rotation(NamedTuple):
+class KeyRotation(NamedTuple):
     """Frequencies in fixed point and gains, for kernels that rotate keys inside; one row, G rows or H rows.
 
     Rotations are relative: a kernel may count positions from any origin, and uses the index of a key in its block.
@@ -100,7 +100,7 @@ class AttentionInputs:
     bias: PositionBias | None = None
     rows: LogitsOfRows | None = None
     sink: Float[Array, " H"] | None = None
-    rotation: Rotation | None = None
+    rotation: KeyRotation | None = None
     window: int | None = field(default=None, metadata={"static": True})
     chunk: int = field(default=512, metadata={"static": True})
 
@@ -267,7 +267,7 @@ def masked_logits(
     return jnp.where(mask[:, None, None], logits, MASKED)
 
 
-def block_rotations(rotation: Rotation, blocks: int, size: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+def block_rotations(rotation: KeyRotation, blocks: int, size: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Cosine and sine at the start of each block of positions, gain included, and at each position within a block.
 
     The angle of a position is the sum of both angles, so a kernel computes rotations by the addition theorems, with

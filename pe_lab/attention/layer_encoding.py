@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pe_lab.attention.hooks import Hooks
-from pe_lab.attention.key_block import Rotation
+from pe_lab.attention.key_block import KeyRotation
 from pe_lab.errors import ConfigError
 from pe_lab.positional import rotate
 
@@ -32,7 +32,7 @@ class LayerEncoding(NamedTuple):
     slope: Float[Array, " H"] | None = None
     logit_scale: Float[Array, ""] | None = None
     hooks: Hooks = Hooks()
-    rotation: Rotation | None = None
+    rotation: KeyRotation | None = None
 
     def scale(self, head_dim: int) -> Float[Array, ""]:
         """The factor on the product of a query and a key: 1 / sqrt(K) times the logit scale."""

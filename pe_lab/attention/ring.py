@@ -30,7 +30,7 @@ from pe_lab.attention.key_block import (
 )
 
 
-class _Static(NamedTuple):
+class _RingSettings(NamedTuple):
     axis: str
     size: int
     pair: Pair
@@ -65,12 +65,12 @@ def ring_attention(
       pair: computes attention to a block of keys, and its gradient.
     """
     sink, inputs = inputs.sink, replace(inputs, sink=None)
-    return with_sink(_ring(query, key, value, inputs, _Static(axis, size, pair)), sink, query.dtype)
+    return with_sink(_ring(query, key, value, inputs, _RingSettings(axis, size, pair)), sink, query.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _ring(
-    query: jax.Array, key: jax.Array, value: jax.Array, inputs: AttentionInputs, static: _Static
+    query: jax.Array, key: jax.Array, value: jax.Array, inputs: AttentionInputs, static: _RingSettings
 ) -> PartialAttention:
     return _forward_rule(query, key, value, inputs, static)[0]
 
@@ -80,7 +80,7 @@ def _halves(x: jax.Array, axis: int) -> list[jax.Array]:
 
 
 def _visible_pairs(
-    inputs: AttentionInputs, visitor: _Visitor, static: _Static, step: jax.Array, shape: tuple[int, ...]
+    inputs: AttentionInputs, visitor: _Visitor, static: _RingSettings, step: jax.Array, shape: tuple[int, ...]
 ) -> list[tuple[int, int, AttentionInputs]]:
     """The visible pairs of chunks at one step: chunk of queries, chunk of keys, and the inputs of this pair.
 
@@ -99,13 +99,13 @@ def _visible_pairs(
     return [(i, j, pair(i, j, start)) for i, j, start in starts]
 
 
-def _to_next_device(x: Any, static: _Static) -> Any:
+def _to_next_device(x: Any, static: _RingSettings) -> Any:
     n = static.size
     return jax.tree.map(lambda a: jax.lax.ppermute(a, static.axis, [(i, (i + 1) % n) for i in range(n)]), x)
 
 
 def _forward(
-    query: jax.Array, key: jax.Array, value: jax.Array, inputs: AttentionInputs, static: _Static
+    query: jax.Array, key: jax.Array, value: jax.Array, inputs: AttentionInputs, static: _RingSettings
 ) -> PartialAttention:
     queries = _halves(query, 2)
 

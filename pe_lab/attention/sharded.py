@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from pe_lab.attention.gradient import Pair
-from pe_lab.attention.key_block import AttentionInputs, Keys, Outputs, Queries, Rotation, Values
+from pe_lab.attention.key_block import AttentionInputs, KeyRotation, Keys, Outputs, Queries, Values
 from pe_lab.attention.ring import ring_attention
 from pe_lab.errors import UnsupportedError
 from pe_lab.parallel import current_mesh
@@ -73,7 +73,7 @@ def input_specs(inputs: AttentionInputs, batch: Any, length: Any, heads: Any) ->
     rotation = None
     if inputs.rotation is not None:
         rows = heads if inputs.rotation.fixed_freq.shape[0] > 1 else None
-        rotation = Rotation(PartitionSpec(rows, None, None), PartitionSpec(rows, None))
+        rotation = KeyRotation(PartitionSpec(rows, None, None), PartitionSpec(rows, None))
     return replace(
         jax.tree.map(of_rows, replace(inputs, **dict.fromkeys(learned))),
         slope=None if inputs.slope is None else PartitionSpec(heads),

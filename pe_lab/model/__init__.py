@@ -4,7 +4,7 @@ from pe_lab.model.decoder import Model, Params
 from pe_lab.model.generation import Decoder
 from pe_lab.model.loss import cross_entropy
 from pe_lab.model.presets import PRESETS, preset
-from pe_lab.model.programs import ForwardPasses, Weights
-from pe_lab.model.request import Request, Schedules, Statistics
+from pe_lab.model.programs import DecodingWeights, ForwardPasses
+from pe_lab.model.request import GenerationRequest, GenerationStatistics, Schedules
 from pe_lab.model.sampling import Sampling
 from pe_lab.model.shape import REMAT_POLICIES, Flops, complete, least_parameters, train_flops_per_token

@@ -27,8 +27,8 @@ from pe_lab.attention.key_block import AttentionInputs, KeyBlockKernel, scaled
 from pe_lab.attention.kv_cache_kernel import KVCache, attend_to_cache, write_and_attend
 from pe_lab.config import ModelConfig
 from pe_lab.model.decoder import Model, layer_arrays
-from pe_lab.model.learned import learned_of_run, split_layers
-from pe_lab.model.shape import Run, runs
+from pe_lab.model.learned import learned_of_repetition, split_layers
+from pe_lab.model.shape import Repetition, repetitions
 from pe_lab.parallel import constrain, slots_are_sharded
 from pe_lab.positional import HeadShape, LayerStructure, Schedule
 
@@ -74,16 +74,16 @@ class CachedLayer:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """The compiled part of a cache: its capacity in tokens, every layer's part, and the runs that a scan repeats."""
+class CacheLayout:
+    """The compiled part of a cache: its capacity in tokens, every layer's part, and what a scan repeats."""
 
     capacity: int
     layers: tuple[CachedLayer, ...]
-    runs: tuple[Run, ...]
+    repetitions: tuple[Repetition, ...]
 
 
 class Slots(NamedTuple):
-    """One layer of the pattern of a run, over the run's R repetitions. Keys and values in the compute dtype.
+    """One layer of a pattern, over its R repeats. Keys and values in the compute dtype.
 
     `key_bias` and `sums` are of layers whose hooks have them: the bias of every slot, in float32, and the states of
     the running sums after the last token.
@@ -98,10 +98,10 @@ class Slots(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Cache:
-    """The KV caches of all layers, by run and by layer of its pattern. A pytree: `layout` is static."""
+    """The KV caches of all layers, by repetition and by layer of its pattern. A pytree: `layout` is static."""
 
-    runs: tuple[tuple[Slots, ...], ...]
-    layout: Layout = field(metadata={"static": True})
+    repetitions: tuple[tuple[Slots, ...], ...]
+    layout: CacheLayout = field(metadata={"static": True})
 
 
 class Chunk(NamedTuple):
@@ -127,7 +127,7 @@ def plan(
     capacity: int,
     scan: bool,
     kernel_rotates: bool = False,
-) -> Layout:
+) -> CacheLayout:
     """The layout of a cache for sequences of at most `capacity` tokens.
 
     Args:
@@ -135,7 +135,7 @@ def plan(
       structure: of the schedule, one per layer.
       follows: which layers' schedule depends on the length (`Layer.follows_length`).
       capacity: tokens per row.
-      scan: repeat equal layers by a scan; else each layer is its own run.
+      scan: repeat equal layers by a scan; else each layer is its own pattern.
       kernel_rotates: a kernel reads caches, and it can rotate keys as it reads them.
     """
     found = []
@@ -148,8 +148,8 @@ def plan(
         of_hooks = sizes[one.hooks]
         heads = config.heads if split and rotated else of_hooks.key_heads
         found.append(CachedLayer(one, slots, slots < capacity, heads, rotated, of_hooks))
-    repeated = runs(found) if scan else [Run(n, 1, 1) for n in range(len(found))]
-    return Layout(capacity, tuple(found), tuple(repeated))
+    repeated = repetitions(found) if scan else [Repetition(n, 1, 1) for n in range(len(found))]
+    return CacheLayout(capacity, tuple(found), tuple(repeated))
 
 
 def _plain(structure: LayerStructure) -> bool:
@@ -167,46 +167,50 @@ def _kernel_serves(cached: CachedLayer, config: ModelConfig, chunk: int) -> bool
     return not cached.ring or (chunk == 1 and cached.rotated and not by_distance)
 
 
-def allocate(config: ModelConfig, layout: Layout, batch: int) -> Cache:
+def allocate(config: ModelConfig, layout: CacheLayout, batch: int) -> Cache:
     """An empty cache for `batch` rows, sharded over the mesh like the heads and rows of activations."""
 
-    def empty(run: Run, heads: int, cached: CachedLayer, channels: int, dtype: str) -> jax.Array:
-        zeros = jnp.zeros((run.repeats, batch, heads, cached.slots, channels), jnp.dtype(dtype))
+    def empty(repetition: Repetition, heads: int, cached: CachedLayer, channels: int, dtype: str) -> jax.Array:
+        zeros = jnp.zeros((repetition.repeats, batch, heads, cached.slots, channels), jnp.dtype(dtype))
         return constrain(zeros, *slot_axes(cached.ring))
 
-    def slots(run: Run, cached: CachedLayer) -> Slots:
+    def slots(repetition: Repetition, cached: CachedLayer) -> Slots:
         sizes = cached.sizes
         return Slots(
-            empty(run, cached.heads, cached, sizes.key_channels, config.dtype),
-            empty(run, config.kv_heads, cached, config.head_dim, config.dtype),
-            empty(run, config.heads, cached, 1, "float32") if sizes.key_bias else None,
-            tuple(jnp.zeros((run.repeats, batch, *shape), dtype) for shape, dtype in sizes.sums),
+            empty(repetition, cached.heads, cached, sizes.key_channels, config.dtype),
+            empty(repetition, config.kv_heads, cached, config.head_dim, config.dtype),
+            empty(repetition, config.heads, cached, 1, "float32") if sizes.key_bias else None,
+            tuple(jnp.zeros((repetition.repeats, batch, *shape), dtype) for shape, dtype in sizes.sums),
         )
 
     found = tuple(
-        tuple(slots(run, cached) for cached in layout.layers[run.start : run.start + run.period]) for run in layout.runs
+        tuple(
+            slots(repetition, cached)
+            for cached in layout.layers[repetition.start : repetition.start + repetition.period]
+        )
+        for repetition in layout.repetitions
     )
     return Cache(found, layout)
 
 
-def arrange(stacked: Any, found: Sequence[Run]) -> tuple[tuple[Any, ...], ...]:
-    """Arrays [N, ...] in the structure of a cache: by run, by layer of its pattern, [R, ...] each."""
+def arrange(stacked: Any, found: Sequence[Repetition]) -> tuple[tuple[Any, ...], ...]:
+    """Arrays [N, ...] in the structure of a cache: by repetition, by layer of its pattern, [R, ...] each."""
 
-    def part(run: Run, i: int) -> Any:
-        stop = run.start + run.period * run.repeats
-        return jax.tree.map(lambda a: a[run.start + i : stop : run.period], stacked)
+    def part(repetition: Repetition, i: int) -> Any:
+        stop = repetition.start + repetition.period * repetition.repeats
+        return jax.tree.map(lambda a: a[repetition.start + i : stop : repetition.period], stacked)
 
-    return tuple(tuple(part(run, i) for i in range(run.period)) for run in found)
+    return tuple(tuple(part(repetition, i) for i in range(repetition.period)) for repetition in found)
 
 
-def arrange_layers(layers: Any, layout: Layout) -> tuple[tuple[Any, ...], ...]:
+def arrange_layers(layers: Any, layout: CacheLayout) -> tuple[tuple[Any, ...], ...]:
     """The parameters of all layers in the structure of a cache: of each layer its block's, and its encodings'."""
     stacked, learned = split_layers(layers)
     structure = [cached.structure for cached in layout.layers]
-    blocks = arrange(stacked, layout.runs)
+    blocks = arrange(stacked, layout.repetitions)
     return tuple(
-        tuple(zip(of_run, learned_of_run(learned, structure, run), strict=True))
-        for run, of_run in zip(layout.runs, blocks, strict=True)
+        tuple(zip(of_repetition, learned_of_repetition(learned, structure, repetition), strict=True))
+        for repetition, of_repetition in zip(layout.repetitions, blocks, strict=True)
     )
 
 
@@ -369,10 +373,12 @@ def forward_chunk(
         return model.block(block_params).attend_by(x, attend)
 
     x = model.embed(params, chunk.tokens)
-    data = arrange(layer_arrays(schedule), layout.runs)
+    data = arrange(layer_arrays(schedule), layout.repetitions)
     after = []
-    for run, slots, run_params, run_arrays in zip(layout.runs, cache.runs, params["layers"], data, strict=True):
-        pattern = layout.layers[run.start : run.start + run.period]
+    for repetition, slots, repeated_params, repeated_arrays in zip(
+        layout.repetitions, cache.repetitions, params["layers"], data, strict=True
+    ):
+        pattern = layout.layers[repetition.start : repetition.start + repetition.period]
 
         def group(x: Any, slots: Any, parts: Any, at: Any, pattern: Any = pattern) -> Any:
             new = []
@@ -381,8 +387,8 @@ def forward_chunk(
                 new.append(one)
             return x, tuple(new)
 
-        parts = tuple(zip(run_params, run_arrays, strict=True))
-        if run.repeats == 1:
+        parts = tuple(zip(repeated_params, repeated_arrays, strict=True))
+        if repetition.repeats == 1:
             x, slots = group(x, slots, jax.tree.map(lambda a: a[0], parts), 0)
         else:
             # The cache is part of the scan's carry and updated in place. As an input and an output of the scan, it
@@ -390,6 +396,6 @@ def forward_chunk(
             def step(carry: Any, data: Any, group: Any = group) -> Any:
                 return group(*carry, *data), None
 
-            (x, slots), _ = jax.lax.scan(step, (x, slots), (parts, jnp.arange(run.repeats)))
+            (x, slots), _ = jax.lax.scan(step, (x, slots), (parts, jnp.arange(repetition.repeats)))
         after.append(slots)
     return x, Cache(tuple(after), layout)

@@ -15,7 +15,7 @@ from pe_lab.config import ModelConfig
 from pe_lab.model.cache import Cache
 from pe_lab.model.decoder import Params
 from pe_lab.model.loss import cross_entropy
-from pe_lab.model.programs import Programs, Weights, chunk_of, outputs_at, part_of
+from pe_lab.model.programs import DecodingWeights, Programs, chunk_of, outputs_at, part_of
 from pe_lab.parallel import AxisRules, fetch
 from pe_lab.positional import Schedule
 
@@ -40,7 +40,7 @@ class ChunkedForward(Programs):
         # A scan compiles faster, and its cost per call is small for a chunk.
         super().__init__(config, mesh, rules, scan=config.scan)
         self.chunk = chunk
-        self._prepared: tuple[Params, Weights] | None = None  # for the last parameters
+        self._prepared: tuple[Params, DecodingWeights] | None = None  # for the last parameters
         self._losses = jax.jit(self._forward_losses, donate_argnames=("cache",))
         self._hidden = jax.jit(self._forward_hidden, donate_argnames=("cache", "found"))
 

@@ -12,8 +12,8 @@ import numpy as np
 from flax import nnx, traverse_util
 from jaxtyping import Array, Float, Int, Shaped
 
-from pe_lab.attention import LayerEncoding, Rotation
-from pe_lab.attention.capabilities import Request
+from pe_lab.attention import KeyRotation, LayerEncoding
+from pe_lab.attention.capabilities import AttentionRequest
 from pe_lab.attention.dispatch import choose, layer_request
 from pe_lab.attention.hooks import Hooks, cached_sizes, index_positions
 from pe_lab.config import ModelConfig
@@ -22,12 +22,12 @@ from pe_lab.model.learned import (
     check_learned,
     init_encoding,
     learned_encodings,
-    learned_of_run,
+    learned_of_repetition,
     split_layers,
 )
 from pe_lab.model.loss import cross_entropy, weighted_cross_entropy
 from pe_lab.model.modules import Block, Embedder
-from pe_lab.model.shape import REMAT_POLICIES, Run, complete, runs
+from pe_lab.model.shape import REMAT_POLICIES, Repetition, complete, repetitions
 from pe_lab.parallel import balanced_order, constrain, context_size, padded_length
 from pe_lab.positional import (
     HeadShape,
@@ -186,8 +186,8 @@ class Model:
             return self.block(block_params)(x, encoding, positions, segments, structure.window, self.backward)
 
         policy, collected = REMAT_POLICIES[config.remat], []
-        for run in runs(schedule.structure):
-            pattern = schedule.structure[run.start : run.start + run.period]
+        for repetition in repetitions(schedule.structure):
+            pattern = schedule.structure[repetition.start : repetition.start + repetition.period]
 
             def group(x: jax.Array, data: Any, pattern: tuple[LayerStructure, ...] = pattern) -> tuple[jax.Array, Any]:
                 (stacked, learned), found = data, []
@@ -199,8 +199,8 @@ class Model:
             if policy is not None:
                 group = jax.checkpoint(group, policy=policy, prevent_cse=not config.scan)
             with jax.named_scope("layers"):
-                of_run = tuple(learned_of_run(learned, schedule.structure, run))
-                x, found = _repeat(group, x, data, of_run, run, config.scan)
+                of_repetition = tuple(learned_of_repetition(learned, schedule.structure, repetition))
+                x, found = _repeat(group, x, data, of_repetition, repetition, config.scan)
             collected.append(found)
         streams = jax.tree.map(lambda *each: jnp.concatenate(each), *collected)
         return self.final_norm(params, x), streams, places
@@ -240,7 +240,7 @@ class Model:
         if structure.rotates:
             cos, sin = self.tables(fixed_freq, gain, structure, positions) if tables is None else tables
             chosen = self._rows(structure)
-            rotation = Rotation(fixed_freq[chosen], gain[chosen])
+            rotation = KeyRotation(fixed_freq[chosen], gain[chosen])
         slope = slope if structure.slopes else None
         hooks = Hooks(tuple((learned or {}).get(one.parameters, {}) for one in structure.hooks), structure.hooks)
         return LayerEncoding(cos, sin, slope, logit_scale, hooks, rotation)
@@ -267,7 +267,7 @@ class Model:
 
     def attention_request(
         self, structure: LayerStructure, length: int, segments: bool = False, partial: bool | None = None
-    ) -> Request:
+    ) -> AttentionRequest:
         """The request of one layer for sequences of `length` tokens; `partial` as in `layer_request`."""
         config = self.config
         channels = cached_sizes(structure.hooks, self.head_shape).key_channels
@@ -367,21 +367,25 @@ def layer_arrays(schedule: Schedule) -> tuple[jax.Array | np.ndarray, ...]:
     return schedule.fixed_freq, schedule.gain, schedule.alibi_slope, schedule.logit_scale
 
 
-def _repeat(group: Any, x: jax.Array, data: Any, learned: Any, run: Run, scan: bool) -> tuple[jax.Array, Any]:
-    """Applies `group` (one period of layers) `run.repeats` times to the run's part of the stacked `data`.
+def _repeat(
+    group: Any, x: jax.Array, data: Any, learned: Any, repetition: Repetition, scan: bool
+) -> tuple[jax.Array, Any]:
+    """Applies `group` (one period of layers) `repetition.repeats` times to its part of the stacked `data`.
 
-    `learned` is stacked over the run's repetitions (`learned_of_run`). What `group` returns beside x is stacked.
+    `learned` is stacked over the repeats (`learned_of_repetition`). What `group` returns beside x is stacked.
     """
-    stop = run.start + run.period * run.repeats
-    part = jax.tree.map(lambda a: a[run.start : stop].reshape(run.repeats, run.period, *a.shape[1:]), data)
+    stop = repetition.start + repetition.period * repetition.repeats
+    part = jax.tree.map(
+        lambda a: a[repetition.start : stop].reshape(repetition.repeats, repetition.period, *a.shape[1:]), data
+    )
     part = (part, learned)
-    if scan and run.repeats > 1:
+    if scan and repetition.repeats > 1:
         x, found = jax.lax.scan(group, x, part)
         return x, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), found)
     # The gradient of a split is one concatenation; that of indexing would be a sum of N arrays of the full size.
     leaves, tree = jax.tree.flatten(part)
-    pieces, found = [jax.lax.split(jnp.asarray(leaf), (1,) * run.repeats) for leaf in leaves], []
-    for i in range(run.repeats):
+    pieces, found = [jax.lax.split(jnp.asarray(leaf), (1,) * repetition.repeats) for leaf in leaves], []
+    for i in range(repetition.repeats):
         x, one = group(x, jax.tree.unflatten(tree, [p[i][0] for p in pieces]))
         found.append(one)
     return x, jax.tree.map(lambda *each: jnp.concatenate(each), *found)

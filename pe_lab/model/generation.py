@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pe_lab.errors import ConfigError
-from pe_lab.model.programs import Programs, Weights, part_of
-from pe_lab.model.request import Request, Schedules, Statistics
+from pe_lab.model.programs import DecodingWeights, Programs, part_of
+from pe_lab.model.request import GenerationRequest, GenerationStatistics, Schedules
 from pe_lab.model.stopping import Decode, Ending
 from pe_lab.parallel import fetch
 from pe_lab.positional import Schedule
@@ -45,12 +45,12 @@ class Decoder(Programs):
 
     def generate(
         self,
-        weights: Weights,
+        weights: DecodingWeights,
         prompts: Sequence[np.ndarray],
         schedules: Schedules,
-        request: Request,
+        request: GenerationRequest,
         decode: Decode | None = None,
-        statistics: Statistics | None = None,
+        statistics: GenerationStatistics | None = None,
     ) -> list[Ending]:
         """Continues prompts until each has ended, or has `max_new_tokens`.
 
@@ -75,7 +75,7 @@ class Decoder(Programs):
         numbers = range(len(prompts))
         for rows in [[i] for i in numbers] if any(schedules.follows) else [numbers] if prompts else []:
             chosen = [endings[i] for i in rows]
-            batch = _Batch(self, weights, [prompts[i] for i in rows], schedules, request, rows, statistics)
+            batch = _GenerationBatch(self, weights, [prompts[i] for i in rows], schedules, request, rows, statistics)
             for tokens in batch.steps():
                 for ending, token in zip(chosen, tokens, strict=True):
                     ending.push(int(token))
@@ -87,17 +87,17 @@ class Decoder(Programs):
 
     def stream(
         self,
-        weights: Weights,
+        weights: DecodingWeights,
         prompt: np.ndarray,
         schedules: Schedules,
-        request: Request,
+        request: GenerationRequest,
         decode: Decode,
-        statistics: Statistics | None = None,
+        statistics: GenerationStatistics | None = None,
     ) -> Iterator[str]:
         """The continuation of one prompt in pieces of final text; arguments as in `generate`."""
         self.check([prompt], request, decode)
         ending = Ending(prompt, request.eos_ids, request.stop, decode)
-        for tokens in _Batch(self, weights, [prompt], schedules, request, [0], statistics).steps():
+        for tokens in _GenerationBatch(self, weights, [prompt], schedules, request, [0], statistics).steps():
             if piece := ending.push(int(tokens[0])):
                 yield piece
             if ending.done:
@@ -105,7 +105,7 @@ class Decoder(Programs):
         if piece := ending.finish():
             yield piece
 
-    def check(self, prompts: Sequence[np.ndarray], request: Request, decode: Decode | None = None) -> None:
+    def check(self, prompts: Sequence[np.ndarray], request: GenerationRequest, decode: Decode | None = None) -> None:
         """Raises a `ConfigError` for prompts or settings that `generate` cannot serve."""
         vocabulary = self.model.config.vocab_size
         for i, prompt in enumerate(prompts):
@@ -121,7 +121,7 @@ class Decoder(Programs):
         request.capacity(prompts)
 
 
-class _Batch:
+class _GenerationBatch:
     """A batch in generation: its KV cache, its lengths, and the schedule of the cache.
 
     `rows` are the prompts' numbers, on which sampling depends.
@@ -130,15 +130,15 @@ class _Batch:
     def __init__(
         self,
         programs: Programs,
-        weights: Weights,
+        weights: DecodingWeights,
         prompts: Sequence[np.ndarray],
         schedules: Schedules,
-        request: Request,
+        request: GenerationRequest,
         rows: Sequence[int],
-        statistics: Statistics | None,
+        statistics: GenerationStatistics | None,
     ):
         self._programs, self._weights, self._schedules, self._request = programs, weights, schedules, request
-        self._statistics = statistics or Statistics()
+        self._statistics = statistics or GenerationStatistics()
         # A mesh needs a multiple of its rows: copies of the last prompt fill up, and are removed from results.
         self._real = len(prompts)
         fill = -self._real % programs.rows_at_once

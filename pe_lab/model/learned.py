@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pe_lab.errors import ConfigError
-from pe_lab.model.shape import Run
+from pe_lab.model.shape import Repetition
 from pe_lab.positional import Encoding, HeadShape, LayerHooks, LayerStructure
 from pe_lab.positional.codec import ranges
 from pe_lab.positional.hooks import call, has, initial
@@ -58,18 +58,18 @@ def check_learned(learned: Mapping[str, Params], structure: Sequence[LayerStruct
             )
 
 
-def learned_of_run(
-    learned: Mapping[str, Params], structure: Sequence[LayerStructure], run: Run
+def learned_of_repetition(
+    learned: Mapping[str, Params], structure: Sequence[LayerStructure], repetition: Repetition
 ) -> list[dict[str, Params]]:
-    """For each layer of a run's pattern the parameters of its encodings, stacked over the run's repetitions."""
+    """For each layer of a pattern the parameters of its encodings, stacked over the pattern's repeats."""
     found = []
-    for i in range(run.period):
+    for i in range(repetition.period):
         of_layer = {}
-        for _, name, _ in structure[run.start + i].hooks:
+        for _, name, _ in structure[repetition.start + i].hooks:
             if name is not None:
                 having = [n for n, one in enumerate(structure) if any(hook.parameters == name for hook in one.hooks)]
-                places = [having.index(run.start + i + run.period * r) for r in range(run.repeats)]
-                step = places[1] - places[0] if run.repeats > 1 else 1
+                places = [having.index(repetition.start + i + repetition.period * r) for r in range(repetition.repeats)]
+                step = places[1] - places[0] if repetition.repeats > 1 else 1
                 part = slice(places[0], places[-1] + 1, step)
                 of_layer[name] = jax.tree.map(lambda a, part=part: a[part], learned[name])
         found.append(of_layer)
@@ -78,7 +78,7 @@ def learned_of_run(
 
 def learned_of_layer(layers: Params, structure: Sequence[LayerStructure], n: int) -> dict[str, Params]:
     """The parameters of the encodings of layer n, from those of all layers."""
-    (found,) = learned_of_run(split_layers(layers)[1], structure, Run(n, 1, 1))
+    (found,) = learned_of_repetition(split_layers(layers)[1], structure, Repetition(n, 1, 1))
     return jax.tree.map(lambda a: a[0], found)
 
 

@@ -20,7 +20,7 @@ from pe_lab.attention.dispatch import cache_kernel
 from pe_lab.attention.key_block import KeyBlockKernel
 from pe_lab.config import ModelConfig
 from pe_lab.errors import UnsupportedError
-from pe_lab.model.cache import Cache, Chunk, Layout, allocate, arrange_layers, forward_chunk, plan
+from pe_lab.model.cache import Cache, CacheLayout, Chunk, allocate, arrange_layers, forward_chunk, plan
 from pe_lab.model.decoder import Model, Params
 from pe_lab.model.sampling import Draw, choose
 from pe_lab.parallel import AxisRules, check_memory, put, use_mesh
@@ -28,11 +28,11 @@ from pe_lab.positional import LayerStructure, Schedule
 
 
 @dataclass
-class Weights:
-    """Parameters for decoding: in the compute dtype, and grouped by the runs of layers."""
+class DecodingWeights:
+    """Parameters for decoding: in the compute dtype, and grouped as layers repeat."""
 
     params: Params
-    runs: dict[Any, Any] = field(default_factory=dict)
+    repetitions: dict[Any, Any] = field(default_factory=dict)
 
 
 class Programs:
@@ -76,7 +76,7 @@ class Programs:
         self.whole = jax.jit(self._whole)
         self.next = jax.jit(self._step, donate_argnames=("cache",))
 
-    def allocate(self, layout: Layout, rows: int) -> Cache:
+    def allocate(self, layout: CacheLayout, rows: int) -> Cache:
         """An empty cache for `rows` sequences; `UnsupportedError` if there is less memory."""
         shapes = jax.tree.leaves(jax.eval_shape(self._allocate, layout, rows))
         needed = sum(shape.size * shape.dtype.itemsize for shape in shapes)
@@ -166,7 +166,7 @@ class Programs:
         logits = self._logits(params, x[:, 0])
         return choose(logits, draw, rows, lengths + 1), lengths + 1, cache
 
-    def prepare(self, params: Params) -> Weights:
+    def prepare(self, params: Params) -> DecodingWeights:
         """Parameters in the compute dtype, cast once instead of at every step. Float32 parameters are not copied."""
         dtype = jnp.dtype(self.model.config.dtype)
 
@@ -176,22 +176,22 @@ class Programs:
                 return x
             return x.astype(dtype)
 
-        return Weights(jax.tree_util.tree_map_with_path(cast, params))
+        return DecodingWeights(jax.tree_util.tree_map_with_path(cast, params))
 
-    def arranged(self, weights: Weights, layout: Layout) -> Any:
+    def arranged(self, weights: DecodingWeights, layout: CacheLayout) -> Any:
         """The parameters in the structure of a cache, for `forward_chunk`."""
-        key = (layout.runs, tuple(cached.structure.hooks for cached in layout.layers))
-        if key not in weights.runs:
+        key = (layout.repetitions, tuple(cached.structure.hooks for cached in layout.layers))
+        if key not in weights.repetitions:
             stacked = weights.params["layers"]
             if self._on_cpu:
                 # Slices of numpy arrays are views, which JAX uses in place: there is no second copy of the weights.
                 views = arrange_layers(jax.tree.map(np.asarray, stacked), layout)
-                weights.runs[key] = jax.tree.map(jax.device_put, views)
+                weights.repetitions[key] = jax.tree.map(jax.device_put, views)
             else:
-                weights.runs[key] = arrange_layers(stacked, layout)
-        return {"token_embedder": weights.params["token_embedder"], "layers": weights.runs[key]}
+                weights.repetitions[key] = arrange_layers(stacked, layout)
+        return {"token_embedder": weights.params["token_embedder"], "layers": weights.repetitions[key]}
 
-    def layout(self, structure: Sequence[LayerStructure], follows: Sequence[bool], capacity: int) -> Layout:
+    def layout(self, structure: Sequence[LayerStructure], follows: Sequence[bool], capacity: int) -> CacheLayout:
         """The layout of a cache for sequences of at most `capacity` tokens; see `cache.plan`.
 
         Raises:

@@ -16,7 +16,7 @@ SMALLEST_CAPACITY = 256
 
 
 @dataclass(frozen=True)
-class Request:
+class GenerationRequest:
     """How prompts are continued.
 
     Attributes:
@@ -76,7 +76,7 @@ class Schedules:
 
 
 @dataclass
-class Statistics:
+class GenerationStatistics:
     """Counts and seconds, summed over calls. Seconds of compilation are separate and in no other field.
 
     `on_tokens`, if given, is called with the number of tokens that were just read or generated.
@@ -91,7 +91,7 @@ class Statistics:
     decoded_tokens: int = 0  # without the first of each sequence, which is part of the prefill
     on_tokens: Callable[[int], None] | None = None
 
-    def add(self, other: Statistics) -> None:
+    def add(self, other: GenerationStatistics) -> None:
         """Adds the counts and seconds of other calls."""
         for field in dataclasses.fields(self):
             if field.name != "on_tokens":

@@ -1,4 +1,4 @@
-"""The shape of a model: its completed config, its runs of equal layers, and the FLOPs of a train step."""
+"""The shape of a model: its completed config, its repeated layers, and the FLOPs of a train step."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def least_parameters(config: ModelConfig) -> int:
     return config.layers * (attention + feed_forward) + embeddings
 
 
-class Run(NamedTuple):
+class Repetition(NamedTuple):
     """Layers `start` .. `start + period * repeats`, whose structure repeats with `period`."""
 
     start: int
@@ -81,22 +81,22 @@ class Run(NamedTuple):
     repeats: int
 
 
-def runs(structure: Sequence[Hashable]) -> list[Run]:
-    """The runs of a stack of layers, each the repetition of a pattern; only one period of each run is compiled.
+def repetitions(structure: Sequence[Hashable]) -> list[Repetition]:
+    """The repetitions that make up a stack of layers; only one period of each is compiled.
 
     Greedy from the first layer: at each layer, the pattern that saves most layers is taken, the shorter one among
-    equals. 3 windowed + 1 full, repeated, is one run of period 4; 12 rotary layers before 12 without are two runs of
+    equals. 3 windowed + 1 full, repeated, is one of period 4; 12 rotary layers before 12 without are two of
     period 1.
     """
     found, start, total = [], 0, len(structure)
     while start < total:
-        best = Run(start, 1, 1)
+        best = Repetition(start, 1, 1)
         for period in range(1, (total - start) // 2 + 1):
             pattern, repeats = structure[start : start + period], 1
             while structure[start + period * repeats : start + period * (repeats + 1)] == pattern:
                 repeats += 1
             if period * (repeats - 1) > best.period * (best.repeats - 1):
-                best = Run(start, period, repeats)
+                best = Repetition(start, period, repeats)
         found.append(best)
         start += best.period * best.repeats
     return found

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pe_lab.errors import ConfigError, UserError
-from pe_lab.positional.scalings import Checked
+from pe_lab.positional.scalings import CheckedFields
 
 Params = Mapping[str, Array]
 Earlier = Callable[[Array, int], Array]
@@ -50,7 +50,7 @@ class Parameter(NamedTuple):
     decay: bool = False
 
 
-class Encoding(Checked):
+class Encoding(CheckedFields):
     """Base of all positional encodings.
 
     B batch, T queries, S keys, H query heads, G key-value heads, K channels of a head, R = K / 2, D of the model. In

@@ -13,11 +13,11 @@ from pe_lab.config import OMIT_DEFAULT
 from pe_lab.errors import ConfigError
 from pe_lab.positional.encodings import NoPE
 from pe_lab.positional.hooks import Encoding, has
-from pe_lab.positional.scalings import LARGEST, SCALINGS, Checked, Limits, Scaling, require, stretch
+from pe_lab.positional.scalings import LARGEST, SCALINGS, CheckedFields, Limits, Scaling, require, stretch
 
 
 @dataclass(frozen=True)
-class Bands(Checked):
+class Bands(CheckedFields):
     """DoPE-by-parts (eq. 32 to 34): the pairs on one side of a threshold are removed from queries and keys.
 
     Equation 32 keeps pairs of at most `threshold` radians a position ("slow"); its text, and the aim of the method,
@@ -64,7 +64,7 @@ class HeadEdit:
 
 
 @dataclass(frozen=True)
-class Beta(Checked):
+class Beta(CheckedFields):
     """A logit scale that depends on the length: 1 + `coefficient` * ln(n / L) for n > L tokens, else 1.
 
     DroPE (App. C.2) fits the coefficient: 0.412 for its model trained from scratch, 0.103 for SmolLM.

@@ -40,7 +40,7 @@ _SHARED: Limits = {
 LARGEST = 2.0**32  # of a number of a description that has no limits of its own; random seeds are as large
 
 
-class Checked:
+class CheckedFields:
     """Base of the descriptions, which are frozen dataclasses: raises a `ConfigError` for a value that is not valid.
 
     `limits` are of the fields that a class does not share with others. Any other number is at most `LARGEST` in size.
@@ -76,7 +76,7 @@ def stretch(length: int | None, original_length: int) -> float:
     return max(1.0, (length or 0) / original_length)
 
 
-class Scaling(Checked, ABC):
+class Scaling(CheckedFields, ABC):
     """Base of all scalings. `dynamic`: whether the frequencies depend on the length of the sequence."""
 
     dynamic: ClassVar[bool] = False

@@ -17,7 +17,7 @@ from pe_lab.attention.kernels import gpu_gradient_kernel
 from pe_lab.attention.kernels.gpu_gradient import gpu_key_block_gradient, gradient_tiles
 from pe_lab.attention.kernels.gpu_gradient_kernel import distance_gradient
 from pe_lab.attention.kernels.gpu_kernel import filled
-from pe_lab.attention.key_block import MASKED, AttentionInputs, Rotation
+from pe_lab.attention.key_block import MASKED, AttentionInputs, KeyRotation
 from pe_lab.errors import UnsupportedError
 
 CLOSE = {"float32": 1e-5, "bfloat16": 2e-2}
@@ -177,7 +177,7 @@ def test_queries_that_see_nothing_have_no_gradient():
 
 def test_what_the_forward_pass_alone_takes_is_refused():
     asked = request(Case())
-    rotation = Rotation(jnp.zeros((2, 16, 2), jnp.uint32), jnp.ones((2, 16)))
+    rotation = KeyRotation(jnp.zeros((2, 16, 2), jnp.uint32), jnp.ones((2, 16)))
     for refused in ({"rotation": rotation}, {"bias": PositionBias((), ())}):
         asked.inputs = AttentionInputs(**refused)
         with pytest.raises(UnsupportedError):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pe_lab.attention import IMPLEMENTATIONS, LayerEncoding, Rotation, attention
+from pe_lab.attention import IMPLEMENTATIONS, KeyRotation, LayerEncoding, attention
 from pe_lab.attention.gradient import Pair, whole_sequence
 from pe_lab.attention.kernels.gpu import gpu_key_block
 from pe_lab.attention.kernels.tpu import tpu_key_block
@@ -39,7 +39,7 @@ def request_of():
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.standard_normal((2, T, n, K)), jnp.float32) for n in (H, G, G))
     frequencies = rng.uniform(0, 1, (H, K // 2))
-    rotation = Rotation(
+    rotation = KeyRotation(
         jnp.asarray(fixed_point_frequencies(frequencies)), jnp.asarray(rng.uniform(0.8, 1.2, (H, K // 2)), jnp.float32)
     )
     cos, sin = rotation_tables(rotation.fixed_freq, rotation.gain, jnp.arange(T, dtype=jnp.int32)[None])

@@ -1,4 +1,4 @@
-"""Statistics of attention against all [T, T] weights in float64, and against known values."""
+"""AttentionStatistics of attention against all [T, T] weights in float64, and against known values."""
 
 import functools
 
@@ -10,7 +10,7 @@ from hooked import Diagonal
 
 from pe_lab.attention import LayerEncoding, attention
 from pe_lab.attention.hooks import Hooks
-from pe_lab.attention.statistics import Statistics, attention_rows, attention_statistics
+from pe_lab.attention.statistics import AttentionStatistics, attention_rows, attention_statistics
 from pe_lab.errors import UserError
 from pe_lab.positional import LayerHooks, alibi_slopes
 
@@ -24,7 +24,7 @@ def queries_and_keys(T: int, seed: int = 0, heads: int = H, kv_heads: int = G, s
     return tuple(jnp.asarray((size * rng.standard_normal((B, T, n, K))).astype(np.float32)) for n in (heads, kv_heads))
 
 
-def measure(*arguments, **options) -> Statistics:
+def measure(*arguments, **options) -> AttentionStatistics:
     """The statistics on the host."""
     return jax.device_get(attention_statistics(*arguments, **options))
 
@@ -56,7 +56,7 @@ def full_weights(
     return weights / weights.sum(-1, keepdims=True), logits
 
 
-def expected(weights, logits, segments=None) -> Statistics:
+def expected(weights, logits, segments=None) -> AttentionStatistics:
     T = weights.shape[-1]
     safe = np.where(weights > 0, weights, 1)
     index = np.arange(T)
@@ -65,7 +65,7 @@ def expected(weights, logits, segments=None) -> Statistics:
     if segments is not None:
         first = np.array([[list(text).index(one) for one in text] for text in segments])
         on_first = np.take_along_axis(weights, first[:, None, :, None], -1)[..., 0]
-    return Statistics(
+    return AttentionStatistics(
         logsumexp=highest + np.log(np.exp(logits - highest[..., None]).sum(-1)),
         entropy=-(weights * np.log(safe)).sum(-1),
         on_self=weights[..., index, index],
@@ -76,8 +76,8 @@ def expected(weights, logits, segments=None) -> Statistics:
     )
 
 
-def assert_equal(found: Statistics, wanted: Statistics, tolerance: float = 1e-5):
-    for name, a, b in zip(Statistics._fields, found, wanted, strict=True):
+def assert_equal(found: AttentionStatistics, wanted: AttentionStatistics, tolerance: float = 1e-5):
+    for name, a, b in zip(AttentionStatistics._fields, found, wanted, strict=True):
         assert a.dtype == jnp.float32 and a.shape == b.shape, name
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance, err_msg=name)
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pe_lab.attention.kernels.tpu import tpu_key_block
 from pe_lab.attention.kernels.tpu_gradient import tpu_key_block_gradient
-from pe_lab.attention.key_block import AttentionInputs, Rotation
+from pe_lab.attention.key_block import AttentionInputs, KeyRotation
 from pe_lab.parallel.ahead_of_time import libtpu_version, topology_devices
 from pe_lab.parallel.topology import parse_topology
 
@@ -85,7 +85,7 @@ def test_all_features_at_once_compile(chip, K, dtype):
     H, G, S = 6, 2, 1000
 
     def arguments(shape, T):
-        rotation = Rotation(shape(H, K // 2, 2, dtype=jnp.uint32), shape(H, K // 2, dtype=jnp.float32))
+        rotation = KeyRotation(shape(H, K // 2, 2, dtype=jnp.uint32), shape(H, K // 2, dtype=jnp.float32))
         keys = shape(3, 2, G, S, K, dtype=dtype)
         return shape(2, H, T, K, dtype=dtype), keys, keys, _inputs(shape, H, T, S, rotation=rotation)
 

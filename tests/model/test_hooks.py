@@ -13,7 +13,7 @@ import pytest
 
 from pe_lab.config import MeshConfig, ModelConfig
 from pe_lab.errors import UserError
-from pe_lab.model import Decoder, Model, Request, Schedules
+from pe_lab.model import Decoder, GenerationRequest, Model, Schedules
 from pe_lab.model.chunked_forward import ChunkedForward
 from pe_lab.parallel import AxisRules, make_mesh, use_mesh
 from pe_lab.positional import Encoding, Layer, Parameter, build_schedule, layer_hooks, layers, register
@@ -186,7 +186,7 @@ def test_decoding_without_an_exact_cache_takes_whole_passes():
     params["token_embedder"]["embedding"] *= 50.0
     prompts = [np.asarray(TOKENS[0, :9]), np.asarray(TOKENS[1, :5])]
     made = Decoder(model.config)
-    ended = made.generate(made.prepare(params), prompts, Schedules.fixed(schedule), Request(max_new_tokens=4))
+    ended = made.generate(made.prepare(params), prompts, Schedules.fixed(schedule), GenerationRequest(max_new_tokens=4))
     for prompt, ending in zip(prompts, ended, strict=True):
         text = [*map(int, prompt), *ending.ids]
         logits = model.apply(params, jnp.asarray([text]), None, None, schedule)

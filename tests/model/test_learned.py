@@ -8,8 +8,8 @@ import numpy as np
 
 from pe_lab.config import ModelConfig, OptimizerConfig
 from pe_lab.model import Model
-from pe_lab.model.learned import carried, learned_of_run
-from pe_lab.model.shape import Run
+from pe_lab.model.learned import carried, learned_of_repetition
+from pe_lab.model.shape import Repetition
 from pe_lab.positional import LayerStructure, T5Bias, build_schedule, layer_hooks, layers
 from pe_lab.training.optimizer import make_optimizer
 
@@ -31,7 +31,7 @@ def test_a_run_of_layers_has_its_slices():
     hooks = layer_hooks(layers(["rope/with=t5", "rope/with=t5/with=ssmax"], 4), 2)
     structure = [LayerStructure(hooks=one) for one in hooks]
     learned = {"t5": {"table": jnp.arange(4)}, "ssmax": {"scale": jnp.arange(10, 12)}}
-    first, second = learned_of_run(learned, structure, Run(0, 2, 2))
+    first, second = learned_of_repetition(learned, structure, Repetition(0, 2, 2))
     assert first["t5"]["table"].tolist() == [0, 2] and second["t5"]["table"].tolist() == [1, 3]
     assert second["ssmax"]["scale"].tolist() == [10, 11]
 

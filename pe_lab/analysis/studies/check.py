@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pe_lab.analysis.study import Findings, Study, TextTable
-from pe_lab.attention.capabilities import Request
+from pe_lab.attention.capabilities import AttentionRequest
 from pe_lab.attention.dispatch import IMPLEMENTATIONS, layer_request, reasons_against
 from pe_lab.config import from_dict
 from pe_lab.errors import ConfigError
@@ -71,7 +71,7 @@ def kernels_of(layer: Layer) -> list[str]:
     for name in KERNELS:
         platforms = IMPLEMENTATIONS[name].capabilities.platforms
         # Whether a package is installed here says nothing about the encoding.
-        one: Request = layer_request(structure, (8, 4, 64), "bfloat16", 4096, backward=True, partial=False)
+        one: AttentionRequest = layer_request(structure, (8, 4, 64), "bfloat16", 4096, backward=True, partial=False)
         against = reasons_against(name, one._replace(platform=platforms[0]))
         if not [reason for reason in against if "installed" not in reason and "does not work with" not in reason]:
             found.append(name)

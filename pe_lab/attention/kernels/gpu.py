@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
-from pe_lab.attention.kernels.gpu_kernel import Static, Tiles, filled, kernel
+from pe_lab.attention.kernels.gpu_kernel import GpuStatic, GpuTiles, filled, kernel
 from pe_lab.attention.key_block import AttentionInputs, PartialAttention, block_rotations, check_block, merge
 
 FEW = 64  # queries, over heads that share a key head, that one program stacks in a block
@@ -34,7 +34,9 @@ PROGRAMS = 2 * 132  # programs that keep an H100 busy: two for each multiprocess
 MOST_SPLITS = 128  # the merge of splits is unrolled
 
 
-def tiles(H: int, G: int, T: int, S: int, K: int, itemsize: int, alone: bool = False, distances: bool = False) -> Tiles:
+def tiles(
+    H: int, G: int, T: int, S: int, K: int, itemsize: int, alone: bool = False, distances: bool = False
+) -> GpuTiles:
     """The block sizes for T queries of H heads against S keys of G heads.
 
     Args:
@@ -66,7 +68,7 @@ def tiles(H: int, G: int, T: int, S: int, K: int, itemsize: int, alone: bool = F
         keys = min(keys, 64 if half else 16)
     keys = min(keys, max(16, pl.next_power_of_2(S)))
     warps = 8 if rows == 128 or rows * wide >= (8192 if half else 1024) else 4
-    return Tiles(heads, rows, keys, warps, 3 if half and not distances else 2)
+    return GpuTiles(heads, rows, keys, warps, 3 if half and not distances else 2)
 
 
 def gpu_key_block(
@@ -103,7 +105,7 @@ def gpu_key_block(
         # A split is worth its partial output from four blocks of keys on.
         splits = max(1, min(PROGRAMS // (B * groups * row_blocks), visited // 4, MOST_SPLITS))
     splits = min(splits, visited)
-    static = Static(cut, splits, row_blocks, T, S, length, K, inputs.window)
+    static = GpuStatic(cut, splits, row_blocks, T, S, length, K, inputs.window)
     arrays = _arrays(query, key, value, layer, inputs, static, groups, key_blocks)
     # Grid: blocks of queries, splits, groups of heads, rows of the batch; neighbouring programs share their keys. The
     # last queries see most keys: they begin first, so that no long program runs alone at the end.
@@ -148,7 +150,7 @@ def _arrays(
     value: jax.Array,
     layer: jax.Array | int,
     inputs: AttentionInputs,
-    static: Static,
+    static: GpuStatic,
     groups: int,
     key_blocks: int,
 ) -> dict[str, tuple[jax.Array, pl.BlockSpec]]:

@@ -28,7 +28,7 @@ from jaxtyping import Array, Float
 from pe_lab.attention.kernels.gpu import PROGRAMS, ignore_triton_deprecation
 from pe_lab.attention.kernels.gpu_gradient_kernel import (
     UNSEEN,
-    Static,
+    GpuGradientStatic,
     distance_gradient,
     key_gradient,
     query_gradient,
@@ -40,7 +40,9 @@ from pe_lab.errors import UnsupportedError
 Blocks = dict[str, tuple[jax.Array, pl.BlockSpec]]  # a kernel's arrays and their blocks, by name
 
 
-def gradient_tiles(T: int, S: int, K: int, itemsize: int, window: int | None, distances: bool) -> dict[str, Static]:
+def gradient_tiles(
+    T: int, S: int, K: int, itemsize: int, window: int | None, distances: bool
+) -> dict[str, GpuGradientStatic]:
     """The block sizes of the three kernels, by name: queries, keys and distances.
 
     Shared memory contains the blocks that a program keeps (queries and gradients of outputs, or keys and values), two
@@ -71,9 +73,9 @@ def gradient_tiles(T: int, S: int, K: int, itemsize: int, window: int | None, di
     warps = 4 if wide < 256 else 8
     sizes = {"queries": (*of_queries, 8), "keys": (*of_keys, 8), "distances": (side, side, warps)}
 
-    def of(rows: int, keys: int, warps: int) -> Static:
+    def of(rows: int, keys: int, warps: int) -> GpuGradientStatic:
         at_most = lambda size, tokens: min(size, max(16, pl.next_power_of_2(tokens)))  # noqa: E731
-        return Static(at_most(rows, T), at_most(keys, S), warps, 2, T, S, K, window)
+        return GpuGradientStatic(at_most(rows, T), at_most(keys, S), warps, 2, T, S, K, window)
 
     found = {name: of(*size) for name, size in sizes.items()}
     side = min(found["distances"].rows, found["distances"].keys)
@@ -147,7 +149,7 @@ def gpu_key_block_gradient(
 
 def _run(
     program: Callable[..., None],
-    cut: Static,
+    cut: GpuGradientStatic,
     grid: tuple[int, ...],
     arrays: Blocks,
     out: dict[str, tuple[tuple[int, ...], pl.BlockSpec]],
@@ -171,7 +173,7 @@ def _run(
 def _arrays(
     tokens: tuple[jax.Array, ...],
     inputs: AttentionInputs,
-    cut: Static,
+    cut: GpuGradientStatic,
     heads: int,
     at: Callable[..., tuple[Any, Any, Any]],
 ) -> Blocks:
@@ -230,7 +232,10 @@ def _arrays(
 
 
 def _of_distances(
-    tokens: tuple[jax.Array, ...], inputs: AttentionInputs, cut: Static, run: Callable[..., dict[str, jax.Array]]
+    tokens: tuple[jax.Array, ...],
+    inputs: AttentionInputs,
+    cut: GpuGradientStatic,
+    run: Callable[..., dict[str, jax.Array]],
 ) -> Float[Array, "H entries"]:
     """The gradients of all entries of a table [H, D] but the last."""
     query, key = tokens[:2]

@@ -18,7 +18,7 @@ LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
-class Tiles:
+class GpuTiles:
     """Block sizes. Every side of a product is a power of two, 16 or more.
 
     Attributes:
@@ -41,8 +41,8 @@ def filled(head_dim: int) -> int:
 
 
 @dataclass(frozen=True)
-class Static:
-    tiles: Tiles
+class GpuStatic:
+    tiles: GpuTiles
     splits: int
     row_blocks: int
     queries: int  # T
@@ -114,7 +114,7 @@ def key_sections(
     return begin, whole_from, before(jnp.minimum(first_query + 1, used)), end
 
 
-def kernel(static: Static, names: tuple[str, ...], *refs: Any) -> None:
+def kernel(static: GpuStatic, names: tuple[str, ...], *refs: Any) -> None:
     cut, window, K, wide = static.tiles, static.window, static.head_dim, static.wide
     ref = dict(zip(names, refs, strict=False))
     out_ref, logsumexp_ref = refs[len(names) :]

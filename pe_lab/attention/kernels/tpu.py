@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Num
 
-from pe_lab.attention.kernels.tpu_kernel import Static, Tiles, kernel, key_block
+from pe_lab.attention.kernels.tpu_kernel import TpuStatic, TpuTiles, kernel, key_block
 from pe_lab.attention.kernels.tpu_toeplitz import fetched, padded_table, part
 from pe_lab.attention.key_block import AttentionInputs, PartialAttention, block_rotations, check_block
 
@@ -32,7 +32,7 @@ VMEM = 64 * 2**20  # the kernel's limit in bytes; a v5e, v5p or v6e core has at 
 FEW = 128  # a call with fewer queries a head is decoding: it has longer key blocks and no more rows than needed
 
 
-def tiles(H: int, G: int, T: int, S: int, split_heads: bool = False) -> Tiles:
+def tiles(H: int, G: int, T: int, S: int, split_heads: bool = False) -> TpuTiles:
     """The block sizes for T queries of H heads against S keys of G heads; `split_heads`: keys rotate per query head."""
     shared = H // G
     few = T < FEW
@@ -47,7 +47,7 @@ def tiles(H: int, G: int, T: int, S: int, split_heads: bool = False) -> Tiles:
         while 2 * queries * heads <= ROWS and queries < min(T, 512):
             queries *= 2
         keys = 512
-    return Tiles(heads, queries, min(keys, -(-S // LANES) * LANES), few)
+    return TpuTiles(heads, queries, min(keys, -(-S // LANES) * LANES), few)
 
 
 def tpu_key_block(
@@ -58,7 +58,7 @@ def tpu_key_block(
     *,
     layer: Int[Array, ""] | int | None = None,
     wide: bool = False,
-    cut: Tiles | None = None,
+    cut: TpuTiles | None = None,
     interpret: bool = False,
 ) -> PartialAttention:
     """Attention to a block of keys (Dao 2023).
@@ -90,7 +90,7 @@ def tpu_key_block(
     visited = (
         key_blocks if inputs.window is None else min(key_blocks, (inputs.window + cut.queries - 2) // cut.keys + 2)
     )
-    static = Static(cut, key_blocks, visited, inputs.window, S, split_heads, channels_first)
+    static = TpuStatic(cut, key_blocks, visited, inputs.window, S, split_heads, channels_first)
     arrays = _arrays(query, key, value, inputs, static)
     groups, rows, query_blocks = H // cut.heads, cut.rows, -(-T // cut.queries)
     start = jnp.zeros(B, jnp.int32) if inputs.start is None else jnp.broadcast_to(inputs.start, (B,)).astype(jnp.int32)
@@ -137,7 +137,7 @@ def tpu_key_block(
 
 
 def _arrays(
-    query: jax.Array, key: jax.Array, value: jax.Array, inputs: AttentionInputs, static: Static
+    query: jax.Array, key: jax.Array, value: jax.Array, inputs: AttentionInputs, static: TpuStatic
 ) -> dict[str, tuple[jax.Array, pl.BlockSpec]]:
     """The kernel's arrays and their blocks, by name."""
     B, H, T, K = query.shape
@@ -230,7 +230,7 @@ def _of_tokens(channels_first: bool, tokens: int, K: int) -> tuple[Any, tuple[in
     return lambda n: (n, 0), (tokens, K)
 
 
-def _side_by_side(x: Num[Array, "B H T C"], cut: Tiles) -> Num[Array, "B groups blocks rows C"]:
+def _side_by_side(x: Num[Array, "B H T C"], cut: TpuTiles) -> Num[Array, "B groups blocks rows C"]:
     """Stacks heads and queries in one axis: row n of a block is query n % queries of head n // queries."""
     B, H, T, C = x.shape
     x = jnp.pad(x, ((0, 0), (0, 0), (0, -T % cut.queries), (0, 0)))
@@ -239,7 +239,7 @@ def _side_by_side(x: Num[Array, "B H T C"], cut: Tiles) -> Num[Array, "B groups 
     return jnp.pad(x, ((0, 0),) * 3 + ((0, cut.rows - x.shape[3]), (0, 0)))
 
 
-def _heads_first(x: Float[Array, "B groups across length C"], cut: Tiles, H: int, T: int) -> Float[Array, "B H T C"]:
+def _heads_first(x: Float[Array, "B groups across length C"], cut: TpuTiles, H: int, T: int) -> Float[Array, "B H T C"]:
     """An output of the kernel as [B, H, T, C]."""
     if cut.few:
         x = x[:, :, 0, : cut.heads * cut.queries]

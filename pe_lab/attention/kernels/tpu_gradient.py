@@ -24,9 +24,9 @@ from jaxtyping import Array, Float, Int
 
 from pe_lab.attention.kernels.tpu_gradient_kernel import (
     WALKS,
+    GridStep,
     Scalars,
-    Static,
-    Step,
+    TpuGradientStatic,
     diagonal_kernel,
     key_kernel,
     query_kernel,
@@ -39,7 +39,7 @@ BLOCK = 512  # queries and keys of a block of logits
 VMEM = 64 * 2**20  # the kernels' limit in bytes; a v5e, v5p or v6e core has at least this much
 
 # An array, the shape of its block (empty: all of it, as scalars), and the block's index at a step of the grid.
-Input = tuple[jax.Array, tuple[Any, ...], Callable[[Step, Scalars], tuple[Any, ...]]]
+Input = tuple[jax.Array, tuple[Any, ...], Callable[[GridStep, Scalars], tuple[Any, ...]]]
 # A shape, that of its block, and the block's index from the first three indices of the grid.
 Output = tuple[tuple[int, ...], tuple[Any, ...], Callable[[Any, Any, Any], tuple[Any, ...]]]
 
@@ -78,7 +78,7 @@ def tpu_key_block_gradient(
     check_block(H, key[None], value[None], inputs)
     size = block or min(BLOCK, -(-max(T, S) // LANES) * LANES)
     channels_first = K % LANES != 0
-    static = Static(size, -(-T // size), -(-S // size), H // G, inputs.window, channels_first)
+    static = TpuGradientStatic(size, -(-T // size), -(-S // size), H // G, inputs.window, channels_first)
     start = jnp.zeros(B, jnp.int32) if inputs.start is None else jnp.broadcast_to(inputs.start, (B,)).astype(jnp.int32)
     used = S if inputs.used is None else jnp.minimum(inputs.used, S)
     used = jnp.broadcast_to(jnp.asarray(used, jnp.int32), (B,))
@@ -133,7 +133,7 @@ def tpu_key_block_gradient(
 
 
 def _run(
-    static: Static,
+    static: TpuGradientStatic,
     scalars: Scalars,
     arrays: dict[str, Input],
     interpret: bool,
@@ -145,7 +145,7 @@ def _run(
     """The results of a kernel over a grid."""
     walk = functools.partial(WALKS[kernel], static)
 
-    def spec(block: tuple[Any, ...], index: Callable[[Step, Scalars], tuple[Any, ...]]) -> pl.BlockSpec:
+    def spec(block: tuple[Any, ...], index: Callable[[GridStep, Scalars], tuple[Any, ...]]) -> pl.BlockSpec:
         if not block:
             return pl.BlockSpec(memory_space=pltpu.SMEM)
         return pl.BlockSpec(block, lambda *at: index(walk(*at), Scalars(*at[4:])))
@@ -188,7 +188,7 @@ def _arrays(
     logsumexp: Float[Array, "B H T"],
     inner: Float[Array, "B H T"],
     d_out: Float[Array, "B H T K"],
-    static: Static,
+    static: TpuGradientStatic,
 ) -> dict[str, Input]:
     """The arrays that all kernels read, by name, in whole blocks."""
     K, size = query.shape[3], static.block
@@ -196,7 +196,7 @@ def _arrays(
     def tokens(x: jax.Array, of_keys: bool) -> Input:
         x = padded(x, 2, size)
 
-        def index(step: Step, _: Scalars) -> tuple[Any, ...]:
+        def index(step: GridStep, _: Scalars) -> tuple[Any, ...]:
             head = jax.lax.div(step.head, static.shared) if of_keys else step.head
             block = step.key_block if of_keys else step.query_block
             return (step.b, head, 0, block) if static.channels_first else (step.b, head, block, 0)
@@ -210,7 +210,7 @@ def _arrays(
         x = padded(padded(x.astype(jnp.float32), 2, size), 1, SUBLANES)
         x = x.reshape(x.shape[0], -1, SUBLANES, x.shape[2])
 
-        def index(step: Step, _: Scalars) -> tuple[Any, ...]:
+        def index(step: GridStep, _: Scalars) -> tuple[Any, ...]:
             block = step.key_block if of_keys else step.query_block
             return step.b if x.shape[0] > 1 else 0, jax.lax.div(step.head, SUBLANES), 0, block
 
@@ -220,7 +220,7 @@ def _arrays(
         """Integers [rows, tokens]."""
         x = padded(x.astype(jnp.int32), 1, size)[:, None]
 
-        def index(step: Step, _: Scalars) -> tuple[Any, ...]:
+        def index(step: GridStep, _: Scalars) -> tuple[Any, ...]:
             return step.b if x.shape[0] > 1 else 0, 0, step.key_block if of_keys else step.query_block
 
         return x, (None, 1, size), index
@@ -241,7 +241,7 @@ def _arrays(
     if inputs.distance_bias is not None:
         table = padded_table(inputs.distance_bias, 1, size, size)
 
-        def of_table(step: Step, scalars: Scalars) -> tuple[Any, ...]:
+        def of_table(step: GridStep, scalars: Scalars) -> tuple[Any, ...]:
             first = scalars.start[step.b] + (step.query_block - step.key_block) * size
             return step.head, part(table, first, size, size), 0, 0
 

@@ -15,7 +15,7 @@ from pe_lab.attention.kernels.tpu_toeplitz import LANES, SUBLANES, diagonal_sums
 
 
 @dataclass(frozen=True)
-class Static:
+class TpuGradientStatic:
     block: int  # queries, and keys, of a block of logits
     query_blocks: int
     key_blocks: int
@@ -41,7 +41,7 @@ class Static:
         return count if self.window is None else min(count, (self.window + 2 * self.block - 3) // self.block + 1)
 
 
-class Step(NamedTuple):
+class GridStep(NamedTuple):
     """What one step of a grid computes: a query head, a query block, a key block, and whether any pair is visible."""
 
     b: Any
@@ -64,7 +64,7 @@ def _block_of(token: Any, size: int, blocks: int) -> Any:
     return jnp.where(token < 0, -1, jnp.minimum(jax.lax.div(jnp.maximum(token, 0), size), blocks - 1))
 
 
-def _over_keys(static: Static, b: Any, head: Any, i: Any, n: Any, *scalars: Any) -> Step:
+def _over_keys(static: TpuGradientStatic, b: Any, head: Any, i: Any, n: Any, *scalars: Any) -> GridStep:
     """The key blocks of a query block, grid [B, H, query blocks, visited key blocks]."""
     start, used, _ = Scalars(*scalars)
     first_query = start[b] + i * static.block
@@ -76,10 +76,10 @@ def _over_keys(static: Static, b: Any, head: Any, i: Any, n: Any, *scalars: Any)
     if static.window is not None:
         first = jax.lax.div(jnp.maximum(first_query - static.window + 1, 0), static.block)
     j = jnp.clip(first + n, 0, jnp.clip(last, 0, static.key_blocks - 1))
-    return Step(b, head, i, j, first + n <= last)
+    return GridStep(b, head, i, j, first + n <= last)
 
 
-def _over_queries(static: Static, b: Any, g: Any, j: Any, n: Any, *scalars: Any) -> Step:
+def _over_queries(static: TpuGradientStatic, b: Any, g: Any, j: Any, n: Any, *scalars: Any) -> GridStep:
     """The query blocks of a key block, of one query head after another; grid [B, G, key blocks, heads and blocks]."""
     start, used, _ = Scalars(*scalars)
     visited = static.visited(static.query_blocks)
@@ -92,10 +92,10 @@ def _over_queries(static: Static, b: Any, g: Any, j: Any, n: Any, *scalars: Any)
     last = jnp.where(first_key < used[b], last, -1)
     m = jax.lax.rem(n, visited)
     i = jnp.clip(first + m, 0, jnp.clip(last, 0, static.query_blocks - 1))
-    return Step(b, g * static.shared + jax.lax.div(n, visited), i, j, first + m <= last)
+    return GridStep(b, g * static.shared + jax.lax.div(n, visited), i, j, first + m <= last)
 
 
-def _over_diagonal(static: Static, b: Any, head: Any, n: Any, t: Any, *scalars: Any) -> Step:
+def _over_diagonal(static: TpuGradientStatic, b: Any, head: Any, n: Any, t: Any, *scalars: Any) -> GridStep:
     """The blocks of a block-diagonal, grid [B, H, block-diagonals, blocks]."""
     _, used, diagonal = Scalars(*scalars)
     lead = diagonal[b] + n
@@ -107,7 +107,7 @@ def _over_diagonal(static: Static, b: Any, head: Any, n: Any, t: Any, *scalars: 
     here = t <= last
     if static.window is not None:
         here &= Scalars(*scalars).start[b] + (lead - 1) * static.block + 1 < static.window
-    return Step(
+    return GridStep(
         b,
         head,
         jnp.clip(i + step, 0, static.query_blocks - 1),
@@ -138,7 +138,7 @@ def _product(x: jax.Array, y: jax.Array, axes: tuple[int, int]) -> jax.Array:
     return jax.lax.dot_general(x, y, contract, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _tile(static: Static, ref: dict[str, Any], step: Step, scalars: Scalars, masked: bool) -> Tile:
+def _tile(static: TpuGradientStatic, ref: dict[str, Any], step: GridStep, scalars: Scalars, masked: bool) -> Tile:
     size, axis = static.block, static.channels
     first_query = scalars.start[step.b] + step.query_block * size
     first_key = step.key_block * size
@@ -177,7 +177,7 @@ def _tile(static: Static, ref: dict[str, Any], step: Step, scalars: Scalars, mas
     return Tile(weights, d_logits, far, key)
 
 
-def _when_visible(static: Static, ref: dict[str, Any], step: Step, scalars: Scalars, use: Any) -> None:
+def _when_visible(static: TpuGradientStatic, ref: dict[str, Any], step: GridStep, scalars: Scalars, use: Any) -> None:
     """Calls `use` with the block's tile if it has visible pairs; without masks if all pairs are visible."""
     size = static.block
     first_query, first_key = scalars.start[step.b] + step.query_block * size, step.key_block * size
@@ -191,14 +191,14 @@ def _when_visible(static: Static, ref: dict[str, Any], step: Step, scalars: Scal
         pl.when(step.here & ~whole)(lambda: use(_tile(static, ref, step, scalars, True)))
 
 
-def _begin(walk: Any, static: Static, names: tuple[str, ...], refs: tuple[Any, ...]) -> tuple[Any, ...]:
+def _begin(walk: Any, static: TpuGradientStatic, names: tuple[str, ...], refs: tuple[Any, ...]) -> tuple[Any, ...]:
     """The scalars, the step, the arrays by name, and the other references."""
     scalars, refs = Scalars(*refs[:3]), refs[3:]
     step = walk(static, *(pl.program_id(axis) for axis in range(4)), *scalars)
     return scalars, step, dict(zip(names, refs, strict=False)), refs[len(names) :]
 
 
-def query_kernel(static: Static, names: tuple[str, ...], *refs: Any) -> None:
+def query_kernel(static: TpuGradientStatic, names: tuple[str, ...], *refs: Any) -> None:
     """Gradients of a block of queries, [K, tokens] while they are summed, and of the slope."""
     scalars, step, ref, (d_query_ref, *d_slope_ref, sum_ref) = _begin(_over_keys, static, names, refs)
     i, n = pl.program_id(2), pl.program_id(3)
@@ -223,7 +223,7 @@ def query_kernel(static: Static, names: tuple[str, ...], *refs: Any) -> None:
         d_query_ref[...] = sum_ref[...] if static.channels_first else jnp.transpose(sum_ref[...])
 
 
-def key_kernel(static: Static, names: tuple[str, ...], *refs: Any) -> None:
+def key_kernel(static: TpuGradientStatic, names: tuple[str, ...], *refs: Any) -> None:
     """Gradients of a block of keys and values, over all queries of the heads that share them, and of key biases."""
     scalars, step, ref, (d_key_ref, d_value_ref, *bias_refs) = _begin(_over_queries, static, names, refs)
     n = pl.program_id(3)
@@ -258,7 +258,7 @@ def key_kernel(static: Static, names: tuple[str, ...], *refs: Any) -> None:
             d_bias_ref[of_head, :] = jnp.transpose(sum_ref[...]).sum(0, keepdims=True)
 
 
-def diagonal_kernel(static: Static, names: tuple[str, ...], *refs: Any) -> None:
+def diagonal_kernel(static: TpuGradientStatic, names: tuple[str, ...], *refs: Any) -> None:
     """The sums of gradients of logits by distance, of one block-diagonal: all of its blocks have equal distances."""
     scalars, step, ref, (out_ref, sum_ref) = _begin(_over_diagonal, static, names, refs)
     n, t = pl.program_id(2), pl.program_id(3)

@@ -15,7 +15,7 @@ from pe_lab.attention.key_block import FLOOR, MASKED
 
 
 @dataclass(frozen=True)
-class Tiles:
+class TpuTiles:
     """Block sizes.
 
     Attributes:
@@ -37,8 +37,8 @@ class Tiles:
 
 
 @dataclass(frozen=True)
-class Static:
-    tiles: Tiles
+class TpuStatic:
+    tiles: TpuTiles
     key_blocks: int
     visited: int  # key blocks that one block of queries visits, at most
     window: int | None
@@ -52,7 +52,7 @@ class Static:
         return 0 if self.channels_first else 1
 
 
-def bounds(static: Static, b: Any, i: Any, start_ref: Any, used_ref: Any, *_: Any) -> tuple[Any, Any]:
+def bounds(static: TpuStatic, b: Any, i: Any, start_ref: Any, used_ref: Any, *_: Any) -> tuple[Any, Any]:
     """The first and the last key block that contain visible keys of query block i."""
     cut = static.tiles
     first_query = start_ref[b] + i * cut.queries
@@ -63,7 +63,7 @@ def bounds(static: Static, b: Any, i: Any, start_ref: Any, used_ref: Any, *_: An
     return jax.lax.div(jnp.maximum(first_query - static.window + 1, 0), cut.keys), last
 
 
-def key_block(static: Static, b: Any, i: Any, j: Any, start_ref: Any, used_ref: Any, *_: Any) -> Any:
+def key_block(static: TpuStatic, b: Any, i: Any, j: Any, start_ref: Any, used_ref: Any, *_: Any) -> Any:
     """The key block of step j. Steps beyond the last visible block return it again, so that nothing is fetched."""
     first, last = bounds(static, b, i, start_ref, used_ref)
     return jnp.clip(first + j, 0, jnp.clip(last, 0, static.key_blocks - 1))
@@ -84,7 +84,7 @@ def down(row: jax.Array) -> jax.Array:
     return jnp.transpose(jnp.broadcast_to(row, (8, row.shape[1])))[:, :1]
 
 
-def kernel(static: Static, names: tuple[str, ...], start_ref: Any, used_ref: Any, _: Any, *refs: Any) -> None:
+def kernel(static: TpuStatic, names: tuple[str, ...], start_ref: Any, used_ref: Any, _: Any, *refs: Any) -> None:
     cut, window = static.tiles, static.window
     ref = dict(zip(names, refs, strict=False))
     out_ref, logsumexp_ref, highest_ref, total_ref, sum_ref = refs[len(names) :]
