@@ -46,6 +46,7 @@ class ModelConfig:
     norm: str = "rms"  # of the residual stream: rms | rms_plus_one (scaled by 1 + w, Gemma) | layer
     activation: str = "silu"  # silu | gelu_tanh | gelu (the exact one) | relu2
     gated_mlp: bool = True  # down(activation(gate x) * up x), or else down(activation(up x))
+    feed_forward: str = field(default="", metadata=OMIT_DEFAULT)  # a registered module in the place of the MLP
     parallel_block: bool = False  # x + attention(norm x) + mlp(norm x), or else sequential
     tie_embeddings: bool = True
     scale_embeddings: bool = False  # the input embedding times sqrt(d_model) (Gemma)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Any, Literal
 
-from pe_lab.errors import ConfigError, UserError, did_you_mean, redacted
+from pe_lab.errors import ConfigError, UserError, call, did_you_mean, redacted
 
 INT32 = 2**31 - 1  # counts of steps and tokens are int32 on the devices
 SEED = 2**32 - 1  # of a random key
@@ -64,14 +64,7 @@ def from_dict(kind: type, value: Any, where: str = "config") -> Any:
     if missing := [name for name in without if name not in value]:
         raise ConfigError(f"{where} needs {', '.join(missing)}.")
     values = {key: _convert(hints[key], item, f"{where}.{key}") for key, item in value.items()}
-    try:
-        made = kind(**values)
-    except UserError:
-        raise
-    except Exception as error:
-        if kind.__module__.partition(".")[0] == "pe_lab":
-            raise
-        raise ConfigError(f"{kind.__qualname__} raised {type(error).__name__}: {error}") from error
+    made = call(kind, "", **values)
     check_bounds(made, where)
     return made
 

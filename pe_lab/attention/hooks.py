@@ -15,10 +15,10 @@ from jaxtyping import Array, Float, Int, Shaped
 from pe_lab.attention.bias import PositionBias, on_heads
 from pe_lab.attention.key_block import MASKED, LogitsOfRows
 from pe_lab.attention.running_sums import running_sum, tokens_before
-from pe_lab.errors import ConfigError, UnsupportedError
+from pe_lab.errors import ConfigError, UnsupportedError, call
 from pe_lab.parallel import balanced_order, context_size, padded_length
 from pe_lab.positional import Encoding, HeadShape, LayerHooks, has
-from pe_lab.positional.hooks import call, call_for_array, parameter_settings
+from pe_lab.positional.hooks import call_for_array, parameter_settings
 
 
 @jax.tree_util.register_dataclass

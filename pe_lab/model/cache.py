@@ -370,7 +370,8 @@ def forward_chunk(
             )
             return out, after or written()
 
-        return model.block(block_params).attend_by(x, attend)
+        x, new, _ = model.block(block_params).attend_by(x, attend)
+        return x, new
 
     x = model.embed(params, chunk.tokens)
     data = arrange(layer_arrays(schedule), layout.repetitions)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from pe_lab.attention.capabilities import AttentionRequest
 from pe_lab.attention.dispatch import choose, layer_request
 from pe_lab.attention.hooks import Hooks, cached_sizes, index_positions
 from pe_lab.config import ModelConfig
-from pe_lab.errors import ConfigError
+from pe_lab.errors import ConfigError, call
 from pe_lab.model.learned import (
     check_learned,
     init_encoding,
@@ -26,7 +26,7 @@ from pe_lab.model.learned import (
     split_layers,
 )
 from pe_lab.model.loss import cross_entropy, weighted_cross_entropy
-from pe_lab.model.modules import Block, Embedder
+from pe_lab.model.modules import Auxiliary, Block, Embedder
 from pe_lab.model.shape import REMAT_POLICIES, Repetition, complete, repetitions
 from pe_lab.parallel import balanced_order, constrain, context_size, padded_length
 from pe_lab.positional import (
@@ -37,7 +37,7 @@ from pe_lab.positional import (
     Schedule,
     rotation_tables,
 )
-from pe_lab.positional.hooks import parameter_settings
+from pe_lab.positional.hooks import has, parameter_settings
 
 Params = dict[str, Any]
 
@@ -131,37 +131,22 @@ class Model:
           segments: document of each token; attention is within documents. None: one document.
           schedule: the positional encoding of all layers.
         """
-        x, places = self.hidden_in_order(params, tokens, positions, segments, schedule)
-        return x if places is None else x[:, places]
+        found = self.forward(params, tokens, positions, segments, schedule)
+        return found.hidden if found.places is None else found.hidden[:, found.places]
 
-    def hidden_in_order(
+    def forward(
         self,
         params: Params,
         tokens: Int[Array, "B T"],
         positions: Int[Array, "#B T"] | None,
         segments: Int[Array, "B T"] | None,
         schedule: Schedule,
-    ) -> tuple[Float[Array, "B places D"], Int[np.ndarray, " T"] | None]:
-        """`hidden` in the order of tokens of a mesh with a context axis, and the place of each token in it.
+        collect: bool = False,
+    ) -> ForwardPass:
+        """`hidden` in the order of tokens of a mesh with a context axis, and what layers give beside it.
 
-        None instead of places: the tokens are in order. Losses are reordered after they are computed, because devices
-        exchange less data for losses than for hidden states.
-        """
-        x, _, places = self.streams(params, tokens, positions, segments, schedule, collect=False)
-        return x, places
-
-    def streams(
-        self,
-        params: Params,
-        tokens: Int[Array, "B T"],
-        positions: Int[Array, "#B T"] | None,
-        segments: Int[Array, "B T"] | None,
-        schedule: Schedule,
-        collect: bool = True,
-    ) -> tuple[Float[Array, "B places D"], Any, Int[np.ndarray, " T"] | None]:
-        """`hidden_in_order` with a third result in the middle: what every layer gives, or None without `collect`.
-
-        It is (outputs of the layers [N, B, places, D], outputs of their attention [N, B, places, H, K]).
+        Losses are reordered after they are computed, because devices exchange less data for losses than for hidden
+        states. `collect`: with the outputs of all layers.
         """
         config = self.config
         if schedule.num_layers != config.layers:
@@ -180,7 +165,7 @@ class Model:
         check_learned(learned, schedule.structure)
         data = (block_params, layer_arrays(schedule))
 
-        def layer(x: jax.Array, data: Any, learned: Any, structure: LayerStructure) -> tuple[jax.Array, jax.Array]:
+        def layer(x: jax.Array, data: Any, learned: Any, structure: LayerStructure) -> tuple[jax.Array, Any, Auxiliary]:
             block_params, arrays = data
             encoding = self.layer_encoding(arrays, structure, at, shared, learned)
             return self.block(block_params)(x, encoding, positions, segments, structure.window, self.backward)
@@ -192,9 +177,9 @@ class Model:
             def group(x: jax.Array, data: Any, pattern: tuple[LayerStructure, ...] = pattern) -> tuple[jax.Array, Any]:
                 (stacked, learned), found = data, []
                 for i, structure in enumerate(pattern):
-                    x, attended = layer(x, jax.tree.map(lambda a, i=i: a[i], stacked), learned[i], structure)
-                    found.append((x, attended))
-                return x, jax.tree.map(lambda *each: jnp.stack(each), *found) if collect else None
+                    x, attended, auxiliary = layer(x, jax.tree.map(lambda a, i=i: a[i], stacked), learned[i], structure)
+                    found.append(((x, attended) if collect else None, auxiliary))
+                return x, jax.tree.map(lambda *each: jnp.stack(each), *found)
 
             if policy is not None:
                 group = jax.checkpoint(group, policy=policy, prevent_cse=not config.scan)
@@ -202,8 +187,21 @@ class Model:
                 of_repetition = tuple(learned_of_repetition(learned, schedule.structure, repetition))
                 x, found = _repeat(group, x, data, of_repetition, repetition, config.scan)
             collected.append(found)
-        streams = jax.tree.map(lambda *each: jnp.concatenate(each), *collected)
-        return self.final_norm(params, x), streams, places
+        streams, of_layers = jax.tree.map(lambda *each: jnp.concatenate(each), *collected)
+        auxiliary = Auxiliary(
+            {name: one.sum() for name, one in of_layers.losses.items()} | self.penalties(params),
+            {name: one.mean() for name, one in of_layers.metrics.items()},
+        )
+        return ForwardPass(self.final_norm(params, x), places, auxiliary, streams)
+
+    def penalties(self, params: Params) -> dict[str, Float[Array, ""]]:
+        """The penalties of encodings on their parameters by name, summed over layers; nats per token."""
+        found = {}
+        for name, (encoding, _) in self.learned.items():
+            if has(encoding, "penalty"):
+                of_layers = params["layers"]["positional"][name]
+                found[f"{name}.penalty"] = jax.vmap(functools.partial(call, encoding, "penalty"))(of_layers).sum()
+        return found
 
     def final_norm(self, params: Params, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
         """The input of the unembedding, from the output of the last layer."""
@@ -313,9 +311,7 @@ class Model:
 
         Batch: tokens, targets, and optional positions, segments.
         """
-        x, places = self.hidden_in_order(
-            params, batch["tokens"], batch.get("positions"), batch.get("segments"), schedule
-        )
+        x, places, _, _ = self.forward(params, batch["tokens"], batch.get("positions"), batch.get("segments"), schedule)
         targets = in_order(batch["targets"], x.shape[1], places)
         loss = cross_entropy(x, self.unembedding(params), targets, chunks)
         return loss if places is None else loss[:, places]
@@ -325,11 +321,62 @@ class Model:
 
         Batch: tokens, targets, weights, and optional positions, segments.
         """
-        x, places = self.hidden_in_order(
+        return self.training_loss(params, batch, schedule)[1].loss
+
+    def training_loss(
+        self, params: Params, batch: Mapping[str, jax.Array], schedule: Schedule
+    ) -> tuple[Float[Array, ""], LossSums]:
+        """What training minimizes, the sum over tokens of weight times all losses, and its parts; see `loss_sum`."""
+        x, places, auxiliary, _ = self.forward(
             params, batch["tokens"], batch.get("positions"), batch.get("segments"), schedule
         )
         targets, weights = (in_order(batch[name], x.shape[1], places) for name in ("targets", "weights"))
-        return weighted_cross_entropy(x, self.unembedding(params), targets, weights, self.config.loss_chunks)
+        loss = weighted_cross_entropy(x, self.unembedding(params), targets, weights, self.config.loss_chunks)
+        return with_auxiliary(loss, auxiliary, batch["weights"])
+
+
+class ForwardPass(NamedTuple):
+    """The result of `Model.forward`.
+
+    Attributes:
+      hidden: of the final norm, in the order of a mesh with a context axis.
+      places: of each token in that order; None: tokens are in order.
+      auxiliary: losses summed over layers, and metrics averaged over them.
+      layers: outputs of the layers [N, B, places, D] and of their attention [N, B, places, H, K], where collected.
+    """
+
+    hidden: Float[Array, "B places D"]
+    places: Int[np.ndarray, " T"] | None
+    auxiliary: Auxiliary
+    layers: Any = None
+
+
+class LossSums(NamedTuple):
+    """Sums over the tokens of a batch of weight times the logged loss, and times each auxiliary number."""
+
+    loss: Float[Array, ""]
+    auxiliary: dict[str, Float[Array, ""]]
+
+
+RESERVED = ("loss", "grad_norm", "skipped", "step", "tokens", "learning_rate")  # names of the log of metrics
+
+
+def with_auxiliary(
+    loss: Float[Array, ""], auxiliary: Auxiliary, weights: Float[Array, "B T"]
+) -> tuple[Float[Array, ""], LossSums]:
+    """A sum over tokens of weight times loss with auxiliary losses added, and the parts to be logged.
+
+    Raises:
+      ConfigError: two numbers have one name, or that of another metric.
+    """
+    names = [*auxiliary.losses, *auxiliary.metrics]
+    if taken := [name for name in names if name in RESERVED or names.count(name) > 1]:
+        raise ConfigError(f"A layer gives '{taken[0]}' beside its output, and the log has another number of that name.")
+    if not names:
+        return loss, LossSums(loss, {})
+    total = weights.astype(jnp.float32).sum()
+    numbers = {name: total * one.astype(jnp.float32) for name, one in (auxiliary.losses | auxiliary.metrics).items()}
+    return loss + sum(numbers[name] for name in auxiliary.losses), LossSums(loss, numbers)
 
 
 def in_order(values: Shaped[Array, "B T"], length: int, places: Int[np.ndarray, " T"] | None) -> Array:

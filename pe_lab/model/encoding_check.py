@@ -18,13 +18,13 @@ from jaxtyping import Array, Float
 
 from pe_lab.attention import attention
 from pe_lab.config import MeshConfig, ModelConfig
-from pe_lab.errors import ConfigError, UnsupportedError, UserError
+from pe_lab.errors import ConfigError, UnsupportedError, UserError, is_external
 from pe_lab.model.chunked_forward import ChunkedForward
 from pe_lab.model.decoder import Model, Params, layer_arrays
-from pe_lab.model.learned import learned_of_layer, penalized, penalty
+from pe_lab.model.learned import learned_of_layer
 from pe_lab.parallel import AxisRules, make_mesh, use_mesh
 from pe_lab.positional import Layer, Schedule, build_schedule, label
-from pe_lab.positional.hooks import is_external
+from pe_lab.positional.hooks import has
 
 ArrayLike = jax.Array | np.ndarray
 
@@ -135,8 +135,7 @@ def _pulled(
     def product(params: Params) -> tuple[jax.Array, jax.Array]:
         hidden = _hidden(model, schedule, params, tokens, positions, segments)
         total = (hidden * direction).sum()
-        adds = penalties and penalized(model.learned)
-        return total + penalty(model.learned, params) if adds else total, hidden
+        return total + sum(model.penalties(params).values()) if penalties else total, hidden
 
     gradients, hidden = jax.grad(product, has_aux=True)(params)
     return hidden, gradients
@@ -265,7 +264,7 @@ def learned(subject: TinyModel) -> Check:
     A penalty moves a parameter that does nothing, too.
     """
     alone = None
-    if penalized(subject.model.learned):
+    if any(has(encoding, "penalty") for encoding, _ in subject.model.learned.values()):
         alone = jit(functools.partial(_pulled, subject.model, subject.schedule, penalties=False))
     gradients = subject.of_documents(subject.direction, pulled=alone)[1]["layers"].get("positional", {})
     without = []

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pe_lab.config import OMIT_DEFAULT
-from pe_lab.errors import ConfigError, EncodingError
-from pe_lab.positional.hooks import Encoding, Params, call
+from pe_lab.errors import ConfigError, EncodingError, call
+from pe_lab.positional.hooks import Encoding, Params
 from pe_lab.positional.registry import digest_of, register
 from pe_lab.positional.scalings import require
 

@@ -6,9 +6,6 @@ gives it the name by which recipes, texts and checkpoints know it.
 
 from __future__ import annotations
 
-import functools
-import sys
-import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -17,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from pe_lab.errors import ConfigError, UserError
+from pe_lab.errors import ConfigError, call
 from pe_lab.positional.scalings import CheckedFields
 
 Params = Mapping[str, Array]
@@ -191,39 +188,6 @@ class LayerHooks(NamedTuple):
     encoding: Encoding
     parameters: str | None = None
     heads: tuple[int, ...] = ()
-
-
-def is_external(kind: Any) -> bool:
-    """Whether a class or a function is not pe_lab's own."""
-    return (getattr(kind, "__module__", None) or "").partition(".")[0] != "pe_lab"
-
-
-def call(owner: Any, method: str, *arguments: Any, **settings: Any) -> Any:
-    """The result of `owner.method(...)`, or of `owner(...)` where `method` is empty.
-
-    Raises:
-      ConfigError: code from outside raised an error; says which and in which line.
-    """
-    function = getattr(owner, method) if method else owner
-    kind = type(owner) if method else owner
-    while isinstance(kind, functools.partial):
-        kind = kind.func
-    kind = kind if hasattr(kind, "__qualname__") else type(kind)
-    try:
-        return function(*arguments, **settings)
-    except UserError:
-        raise
-    except Exception as error:
-        if not is_external(kind):
-            raise
-        lines = traceback.extract_tb(error.__traceback__)
-        file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-        at = next((line for line in reversed(lines) if line.filename == file), lines[-1])
-        message = next((line for line in str(error).splitlines() if line.strip()), "").strip()
-        raise ConfigError(
-            f"{kind.__qualname__}{method and '.'}{method} raised {type(error).__name__}: {message} "
-            f"({at.filename}, line {at.lineno}: {at.line})"
-        ) from error
 
 
 def call_for_array(encoding: Encoding, method: str, *arguments: Any) -> Array:

@@ -14,8 +14,8 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from pe_lab.config import register_kind
-from pe_lab.errors import ConfigError, EncodingError, UserError
-from pe_lab.positional.hooks import HOOKS, Encoding, is_external
+from pe_lab.errors import ConfigError, EncodingError, UserError, is_external
+from pe_lab.positional.hooks import HOOKS, Encoding
 
 Kind = TypeVar("Kind", bound=type[Encoding])
 
@@ -72,7 +72,8 @@ def register(name: str, *, same_as: tuple[str, ...] | str = ()) -> Callable[[Kin
         _equal_sources[name] = (same_as,) if isinstance(same_as, str) else tuple(same_as)
         if is_external(kind):
             source = source_of(kind)
-            if before is not None and source.digest and _sources[before] == source:
+            made_anew = "<locals>" in kind.__qualname__  # by a function, which may make others
+            if before is not None and source.digest and _sources[before] == source and not made_anew:
                 return before  # the module was read again, and instances of both are to be equal
             _sources[kind] = source
         register_kind(name, kind)

@@ -13,10 +13,10 @@ import jax
 import numpy as np
 from jaxtyping import Float, UInt32
 
-from pe_lab.errors import ConfigError
+from pe_lab.errors import ConfigError, call
 from pe_lab.positional.codec import label, ranges, ranges_by
 from pe_lab.positional.encodings import frequencies
-from pe_lab.positional.hooks import HOOKS, Encoding, LayerHooks, call, has, has_hooks
+from pe_lab.positional.hooks import HOOKS, Encoding, LayerHooks, has, has_hooks
 from pe_lab.positional.layers import Bands, Layer, Uniform
 from pe_lab.positional.registry import registered_name
 from pe_lab.positional.rotation import fixed_point_frequencies

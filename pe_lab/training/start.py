@@ -88,7 +88,7 @@ def start_phase(
         params,
         layer_hooks(parent.layers, model.config.heads),
         schedule.hooks,
-        model,
+        model.head_shape,
         run.config.seed,
         shardings.state.params if parent.model.qk_norm == model.config.qk_norm else None,
     )

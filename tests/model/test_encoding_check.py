@@ -15,7 +15,7 @@ from tiny_runs import REPOSITORY
 from pe_lab import analyze
 from pe_lab.analysis.studies.check import HEADER, MARKERS, default_layers, failures, row
 from pe_lab.config import MeshConfig
-from pe_lab.errors import ConfigError, UnsupportedError
+from pe_lab.errors import ConfigError, UnsupportedError, is_external
 from pe_lab.model import encoding_check
 from pe_lab.model.encoding_check import (
     CONFIG,
@@ -32,7 +32,6 @@ from pe_lab.model.encoding_check import (
 )
 from pe_lab.parallel import AxisRules, make_mesh, use_mesh
 from pe_lab.positional import HOOKS, Encoding, Layer, Parameter, has, label, layers, register
-from pe_lab.positional.hooks import is_external
 from pe_lab.positional.registry import ENCODINGS
 
 ONE_LAYER = dataclasses.replace(CONFIG, layers=1)

@@ -11,13 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pe_lab.config import MeshConfig, ModelConfig
-from pe_lab.errors import UserError
+from pe_lab.config import MeshConfig, ModelConfig, register_kind
+from pe_lab.errors import UserError, call
 from pe_lab.model import Decoder, GenerationRequest, Model, Schedules
 from pe_lab.model.chunked_forward import ChunkedForward
 from pe_lab.parallel import AxisRules, make_mesh, use_mesh
 from pe_lab.positional import Encoding, Layer, Parameter, build_schedule, layer_hooks, layers, register
-from pe_lab.positional.hooks import call
 from pe_lab.positional.registry import ENCODINGS
 
 CONFIG = ModelConfig(vocab_size=64, layers=4, d_model=32, d_ff=64, heads=4, kv_heads=2, dtype="float32")
@@ -281,6 +280,7 @@ def test_settings_that_raise_are_named(monkeypatch):
             raise ZeroDivisionError(f"period {self.period}")
 
     monkeypatch.setitem(ENCODINGS, "raising_settings", RaisingSettings)
+    register_kind("raising_settings", RaisingSettings)
     with pytest.raises(UserError, match="RaisingSettings raised ZeroDivisionError: period 2.0 .* line [0-9]+: raise"):
         layers("rope/with=raising_settings:period=2", 1)
 

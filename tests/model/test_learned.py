@@ -67,15 +67,15 @@ def test_a_child_carries_initializes_and_leaves_out():
     after = layer_hooks(
         layers(["rope/with=t5", "rope/with=t5", "rope/with=t5:buckets=8", "nope/with=ssmax/with=t5"], 4), 2
     )
-    found, what = carried(params, before, after, child)
+    found, what = carried(params, before, after, child.head_shape)
     old, new = params["layers"]["positional"], found["layers"]["positional"]
     np.testing.assert_array_equal(new["t5"]["table"], old["t5"]["table"][np.array([0, 1, 3])])
     assert set(new) == {"t5", "t5_2", "ssmax"} and new["t5_2"]["table"].shape == (1, 8, 2)
     initialized = [f"parameters of {name} initialized on layers {n}" for name, n in (("t5_2", 2), ("ssmax", 3))]
     assert what == "; ".join([*initialized, "those of sink left out"])
-    same, nothing = carried(params, before, before, parent)
+    same, nothing = carried(params, before, before, parent.head_shape)
     assert same is params and nothing == ""
-    dropped, what = carried(params, before, layer_hooks(layers("nope", 4), 2), model_of("nope"))
+    dropped, what = carried(params, before, layer_hooks(layers("nope", 4), 2), parent.head_shape)
     assert "positional" not in dropped["layers"] and what == "those of sink left out; those of t5 left out"
     jax.tree.map(np.testing.assert_array_equal, dropped["layers"]["mlp"], params["layers"]["mlp"])
 
@@ -86,7 +86,7 @@ def test_an_unchanged_start_changes_nothing():
     assert described[0].extras == (T5Bias(start="unchanged"),)
     params = jax.jit(model_of("rope").init)(jax.random.key(0))
     child = model_of("rope/with=t5:start=unchanged")
-    more, _ = carried(params, [()] * 4, layer_hooks(described, 2), child)
+    more, _ = carried(params, [()] * 4, layer_hooks(described, 2), child.head_shape)
     apply = jax.jit(child.apply)
     with_bias = apply(more, tokens, None, None, build_schedule(described, 2, 2, 8))
     without = apply(params, tokens, None, None, build_schedule(layers("rope", 4), 2, 2, 8))

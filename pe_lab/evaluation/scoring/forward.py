@@ -342,7 +342,7 @@ def _compute(
 ) -> jax.Array:
     if output == "losses":
         return model.token_loss(params, batch, schedule)
-    x, places = model.hidden_in_order(params, batch["tokens"], None, None, schedule)
+    x, places, _, _ = model.forward(params, batch["tokens"], None, None, schedule)
     at = batch["at"] if places is None else jnp.asarray(places)[batch["at"]]
     # Hidden states at the positions `at` alone: logits of [B, T, V] never exist.
     x = jnp.take_along_axis(x, at[..., None], axis=1)
