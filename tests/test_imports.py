@@ -292,7 +292,7 @@ def test_the_scan_lets_pass(text: str) -> None:
 def test_attention_and_model_know_no_encoding_by_name() -> None:
     """What an encoding computes, it computes in its hooks."""
     kinds = {kind.__name__ for kind in ENCODINGS.values() if kind.__module__.startswith("pe_lab.")}
-    assert {"Rope", "Alibi", "T5Bias", "NotebookYarn"} <= kinds and len(kinds) > 20
+    assert {"Rope", "Alibi", "T5Bias", "XSA"} <= kinds and len(kinds) > 20
     found = []
     for file in [*(PACKAGE / "attention").rglob("*.py"), *(PACKAGE / "model").rglob("*.py")]:
         for node in ast.walk(ast.parse(file.read_text())):

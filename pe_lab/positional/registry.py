@@ -72,8 +72,7 @@ def register(name: str, *, same_as: tuple[str, ...] | str = ()) -> Callable[[Kin
         _equal_sources[name] = (same_as,) if isinstance(same_as, str) else tuple(same_as)
         if is_external(kind):
             source = source_of(kind)
-            made_anew = "<locals>" in kind.__qualname__  # by a function, which may make others
-            if before is not None and source.digest and _sources[before] == source and not made_anew:
+            if before is not None and source.digest and _sources[before] == source:
                 return before  # the module was read again, and instances of both are to be equal
             _sources[kind] = source
         register_kind(name, kind)

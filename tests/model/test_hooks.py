@@ -294,7 +294,7 @@ def test_settings_that_raise_are_named(monkeypatch):
     ],
 )
 def test_a_parameter_without_axes_is_refused(init, message):
-    one = register("bad_parameter")(type(bad(init=init, sink=lambda self, p: p["w"])))()
+    one = register(f"bad_parameter_{len(message)}")(type(bad(init=init, sink=lambda self, p: p["w"])))()
     with pytest.raises(UserError, match=message):
         _ = Model(CONFIG, hooks=layer_hooks((Layer(one),) * 4, 4)).shapes
 
