@@ -9,7 +9,6 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
 
 from pe_lab.config import ModelConfig
 from pe_lab.model import Auxiliary, normal, register_feed_forward
@@ -31,7 +30,7 @@ class Experts(nnx.Module):
         self.up = normal(rngs, (EXPERTS, D, F), std, (None, "embed", "mlp"))
         self.down = normal(rngs, (EXPERTS, F, D), std, (None, "mlp", "embed"))
 
-    def __call__(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], Auxiliary]:
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, Auxiliary]:
         logits = jnp.einsum("btd,de->bte", x.astype(jnp.float32), self.router[...])
         shares = jax.nn.softmax(logits)
         highest, chosen = jax.lax.top_k(shares, CHOSEN)

@@ -21,7 +21,7 @@ from pe_lab.attention.hooks import (
 )
 from pe_lab.attention.key_block import AttentionInputs, scaled
 from pe_lab.attention.layer_encoding import LayerEncoding, check_heads, encode_keys, encode_queries
-from pe_lab.attention.sharded import on_mesh
+from pe_lab.attention.ring import on_mesh
 from pe_lab.positional import LayerStructure
 
 CPU_BLOCK = 256

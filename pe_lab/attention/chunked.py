@@ -16,7 +16,6 @@ from pe_lab.attention.bias import (
     table_gradient,
     toeplitz_block,
 )
-from pe_lab.attention.gradient import Pair, attend, rotated_keys, whole_sequence
 from pe_lab.attention.key_block import (
     FLOOR,
     MASKED,
@@ -25,13 +24,17 @@ from pe_lab.attention.key_block import (
     Keys,
     OnlineSoftmax,
     Outputs,
+    Pair,
     PartialAttention,
     Queries,
     Values,
+    attend,
     masked_logits,
     padded,
+    rotated_keys,
+    whole_sequence,
 )
-from pe_lab.attention.rows import attention_by_rows
+from pe_lab.attention.reference import attention_to_all
 from pe_lab.errors import UnsupportedError
 
 
@@ -297,3 +300,29 @@ def _add_part(x: jax.Array, part: jax.Array, index: jax.Array, size: int, axis: 
 
 
 PAIR = Pair(_partial, chunked_gradient)
+
+
+def attention_by_rows(query: Queries, key: Keys, value: Values, inputs: AttentionInputs) -> Outputs:
+    """`reference_attention`, one block of queries against all keys at a time.
+
+    A block's logits are computed again for the gradient, so that memory is that of [chunk, T] logits.
+    """
+    B, T, H, K = query.shape
+    chunk = min(inputs.chunk, T)
+    rows = inputs.rows
+    raw = None if rows is None else padded(rows.query, 1, chunk)
+    padded_query = padded(query, 1, chunk)
+
+    @jax.checkpoint
+    def block(i: Int[Array, ""]) -> Queries:
+        first = i * chunk
+        part = jax.lax.dynamic_slice_in_dim(padded_query, first, chunk, axis=1)
+        one = inputs.of_tokens(
+            lambda x: jax.lax.dynamic_slice_in_dim(padded(x, 1, chunk), first, chunk, axis=1), lambda x: x
+        )
+        if rows is not None and raw is not None:
+            one = replace(one, rows=replace(rows, query=jax.lax.dynamic_slice_in_dim(raw, first, chunk, axis=1)))
+        return attention_to_all(part, key, value, one, first)
+
+    out = jax.lax.map(block, jnp.arange(padded_query.shape[1] // chunk))  # [blocks, B, chunk, H, V]
+    return jnp.moveaxis(out, 0, 1).reshape(B, -1, H, value.shape[-1])[:, :T]

@@ -24,7 +24,7 @@ from pe_lab.attention.hooks import (
     output,
 )
 from pe_lab.attention.key_block import AttentionInputs, KeyBlockKernel, scaled
-from pe_lab.attention.kv_cache_kernel import KVCache, attend_to_cache, write_and_attend
+from pe_lab.attention.kv_cache import KVCache, attend_to_cache, write_and_attend
 from pe_lab.config import ModelConfig
 from pe_lab.model.decoder import Model, layer_arrays
 from pe_lab.model.learned import learned_of_repetition, split_layers

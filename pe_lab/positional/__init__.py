@@ -1,7 +1,21 @@
 """Positional encodings as data: descriptions -> schedule -> one rotation."""
 
 from pe_lab.config import to_json
-from pe_lab.positional.codec import family, from_json, label, label_layers, parse
+from pe_lab.positional.codec import (
+    drop,
+    family,
+    from_json,
+    label,
+    label_layers,
+    layers,
+    parse,
+    pattern,
+    read_with,
+    rescale,
+    rnope_swa,
+    smollm3,
+    swan,
+)
 from pe_lab.positional.denoising import (
     DOPE,
     Gaussian,
@@ -21,13 +35,21 @@ from pe_lab.positional.encodings import (
     alibi_slopes,
     frequencies,
 )
-from pe_lab.positional.function import Function, function
 from pe_lab.positional.hooks import HOOKS, Encoding, HeadShape, LayerHooks, Parameter, has
 from pe_lab.positional.layers import Bands, Beta, Drop, HeadEdit, Layer, Pattern, Rescale, Uniform
-from pe_lab.positional.layouts import CANONICAL, Layout, channel_order, from_canonical, to_canonical
-from pe_lab.positional.patterns import drop, layers, pattern, read_with, rescale, rnope_swa, smollm3, swan
-from pe_lab.positional.registry import check_sources, import_encodings, register, sources
-from pe_lab.positional.rotation import angles, apply_p_rope, apply_rope, rotate, rotation_tables
+from pe_lab.positional.registry import Function, check_sources, function, import_encodings, register, sources
+from pe_lab.positional.rotation import (
+    CANONICAL,
+    Layout,
+    angles,
+    apply_p_rope,
+    apply_rope,
+    channel_order,
+    from_canonical,
+    rotate,
+    rotation_tables,
+    to_canonical,
+)
 from pe_lab.positional.scalings import (
     NTK,
     PI,

@@ -14,9 +14,9 @@ from key_blocks import INTERPRET, LINES, QUICK, Case, an_h100, error, interprete
 
 from pe_lab.attention.bias import PositionBias
 from pe_lab.attention.kernels import gpu_gradient_kernel
+from pe_lab.attention.kernels.gpu import filled
 from pe_lab.attention.kernels.gpu_gradient import gpu_key_block_gradient, gradient_tiles
 from pe_lab.attention.kernels.gpu_gradient_kernel import distance_gradient
-from pe_lab.attention.kernels.gpu_kernel import filled
 from pe_lab.attention.key_block import MASKED, AttentionInputs, KeyRotation
 from pe_lab.errors import UnsupportedError
 

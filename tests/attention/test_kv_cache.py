@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pe_lab.attention import CacheView, LayerEncoding, attention, cached_attention, encode_keys, kv_cache_kernel
+from pe_lab.attention import CacheView, LayerEncoding, attention, cached_attention, encode_keys, kv_cache
 from pe_lab.attention.hooks import Hooks
 from pe_lab.errors import UserError
 from pe_lab.positional import LayerHooks
@@ -158,5 +158,5 @@ def test_a_device_writes_the_new_tokens_of_its_own_slots(new, starts):
         for i in range(new):
             if 0 <= start + i < 4:
                 expected[1, row, :, start + i] = tokens[row, i]
-    found = jax.jit(kv_cache_kernel._written)(cache, 1, tokens, np.asarray(starts, np.int32))
+    found = jax.jit(kv_cache._written)(cache, 1, tokens, np.asarray(starts, np.int32))
     np.testing.assert_array_equal(found, expected)

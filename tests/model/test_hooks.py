@@ -14,7 +14,7 @@ import pytest
 from pe_lab.config import MeshConfig, ModelConfig, register_kind
 from pe_lab.errors import UserError, call
 from pe_lab.model import Decoder, GenerationRequest, Model, Schedules
-from pe_lab.model.chunked_forward import ChunkedForward
+from pe_lab.model.programs import ChunkedForward
 from pe_lab.parallel import AxisRules, make_mesh, use_mesh
 from pe_lab.positional import Encoding, Layer, Parameter, build_schedule, layer_hooks, layers, register
 from pe_lab.positional.registry import ENCODINGS

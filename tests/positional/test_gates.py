@@ -8,7 +8,7 @@ import pytest
 from pe_lab.config import ModelConfig
 from pe_lab.model import Model
 from pe_lab.positional import HeadEdit, Layer, NoPE, Rope, build_schedule, layer_hooks
-from pe_lab.positional.schemes.gates import STRETCH, GatedRope, gates
+from pe_lab.positional.schemes.rotations import STRETCH, GatedRope, gates
 
 SHAPE = ModelConfig(vocab_size=32, layers=2, d_model=16, d_ff=32, heads=2, kv_heads=1, dtype="float32")
 GATED = [Layer(GatedRope(base=100.0, penalty_per_head=0.25))] * 2

@@ -18,7 +18,7 @@ from pe_lab.attention.hooks import Hooks, distance_bias, position_bias
 from pe_lab.config import ModelConfig, to_json
 from pe_lab.errors import EncodingError, UserError
 from pe_lab.model import Model
-from pe_lab.model.chunked_forward import ChunkedForward
+from pe_lab.model.programs import ChunkedForward
 from pe_lab.positional import (
     XSA,
     Bands,
@@ -568,7 +568,7 @@ def test_a_function_of_a_file_is_found_again_and_must_be_the_same(tmp_path, monk
     assert encoding.name == "recipe.py:my_rope" and encoding.settings == (("factor", 3),) and encoding.digest
     again = from_json(json.loads(json.dumps(to_json(Layer(encoding))))).encoding
     assert again == encoding and again.display_name == "my_rope"
-    module = importlib.import_module("pe_lab.positional.function")
+    module = importlib.import_module("pe_lab.positional.registry")
     known = {key: f for key, f in module._known.items() if key[0] != encoding.name}
     monkeypatch.setattr(module, "_known", dict(known))  # as in another process
     q = jnp.ones((2, 3, 1, 4))

@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
-from pe_lab.attention.kernels.gpu import PROGRAMS, ignore_triton_deprecation
+from pe_lab.attention.kernels.gpu import LOG2_E, PROGRAMS, filled, ignore_triton_deprecation
 from pe_lab.attention.kernels.gpu_gradient_kernel import (
     UNSEEN,
     GpuGradientStatic,
@@ -33,7 +33,6 @@ from pe_lab.attention.kernels.gpu_gradient_kernel import (
     key_gradient,
     query_gradient,
 )
-from pe_lab.attention.kernels.gpu_kernel import LOG2_E, filled
 from pe_lab.attention.key_block import FLOOR, AttentionInputs, KeyBlockGradients, check_block
 from pe_lab.errors import UnsupportedError
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pe_lab.attention.kernels.gpu_kernel import LOG2_E, distance_bias, filled, iota, key_sections, load
+from pe_lab.attention.kernels.gpu import LOG2_E, distance_bias, filled, iota, key_sections, load
 from pe_lab.attention.key_block import MASKED
 
 UNSEEN = -MASKED  # the logsumexp of queries that see no key, and of queries beyond the last

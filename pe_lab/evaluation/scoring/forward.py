@@ -19,9 +19,9 @@ from pe_lab.checkpoints.source import shardings
 from pe_lab.config import MeshConfig, ModelConfig
 from pe_lab.model import Model, Params
 from pe_lab.model.cache import cache_bytes
-from pe_lab.model.chunked_forward import ChunkedForward
 from pe_lab.model.learned import split_layers
 from pe_lab.model.loss import LOGITS, tokens_per_device, vocabulary_chunks
+from pe_lab.model.programs import ChunkedForward
 from pe_lab.parallel import (
     AxisRules,
     check_memory,
