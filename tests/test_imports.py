@@ -30,7 +30,7 @@ LEVELS: list[set[str]] = [
     {"attention"},
     {"model"},
     {"data", "checkpoints", "training", "results"},
-    {"inspection", "language_model", "__init__"},  # pe_lab/__init__.py only re-exports what language_model offers
+    {"language_model", "__init__"},  # pe_lab/__init__.py only re-exports what language_model offers
     {"evaluation"},
     {"analysis"},
     {"page", "planning"},  # planning compiles the programs of training and of evaluation
@@ -43,8 +43,6 @@ LEVEL = {package: level for level, packages in enumerate(LEVELS) for package in 
 
 # The training loop saves and restores, and reads batches; neither checkpoints nor data may know of it.
 SAME_LEVEL = {("training", "checkpoints"), ("training", "data"), ("__init__", "language_model")}
-# Two halves of one class; `inspection` names the other half in annotations alone.
-SAME_LEVEL |= {("language_model", "inspection"), ("inspection", "language_model")}
 
 HEAVY = {
     "datasets",
