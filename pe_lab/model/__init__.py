@@ -7,3 +7,7 @@ from pe_lab.model.modules import Auxiliary, constant, normal, register_feed_forw
 from pe_lab.model.programs import DecodingWeights, ForwardPasses
 from pe_lab.model.sampling import Sampling
 from pe_lab.model.shape import PRESETS, REMAT_POLICIES, Flops, complete, least_parameters, preset, train_flops_per_token
+from pe_lab.positional import import_encodings
+from pe_lab.terminal import import_encodings_by
+
+import_encodings_by(import_encodings)

@@ -1,5 +1,7 @@
 """Positional encodings as data: descriptions -> schedule -> one rotation."""
 
+import sys
+
 from pe_lab.config import to_json
 from pe_lab.positional.codec import (
     drop,
@@ -86,4 +88,6 @@ from pe_lab.positional.schemes import (
 )
 from pe_lab.terminal import import_encodings_by
 
-import_encodings_by(import_encodings)
+# A file of encodings may import `pe_lab.model` too, and that this package: then the end of that import reads the file.
+if not {"pe_lab.attention", "pe_lab.model"} & set(sys.modules):
+    import_encodings_by(import_encodings)

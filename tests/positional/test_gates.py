@@ -8,7 +8,7 @@ import pytest
 from pe_lab.config import ModelConfig
 from pe_lab.model import Model
 from pe_lab.positional import HeadEdit, Layer, NoPE, Rope, build_schedule, layer_hooks
-from pe_lab.positional.schemes.rotations import STRETCH, GatedRope, gates
+from pe_lab.positional.schemes.rotations import GATE_STRETCH, GatedRope, gates
 
 SHAPE = ModelConfig(vocab_size=32, layers=2, d_model=16, d_ff=32, heads=2, kv_heads=1, dtype="float32")
 GATED = [Layer(GatedRope(base=100.0, penalty_per_head=0.25))] * 2
@@ -18,7 +18,7 @@ TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 32, (2, 12)), jnp.int3
 
 def parameter(gate):
     """The parameter of a gate in 0..1, by the inverse of the logistic function."""
-    share = (np.asarray(gate) + STRETCH) / (1 + 2 * STRETCH)
+    share = (np.asarray(gate) + GATE_STRETCH) / (1 + 2 * GATE_STRETCH)
     return jnp.asarray(np.log(share / (1 - share)), jnp.float32)
 
 
