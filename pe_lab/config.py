@@ -60,12 +60,6 @@ class ModelConfig:
     attention_chunk: int = number(512, 1, 2**20)  # query and key block of the chunked attention, in tokens
     loss_chunks: int | Literal["auto"] = number(1, 1, 2**20)  # parts of a device's tokens, one loss after another
 
-    @staticmethod
-    def of_earlier_versions(value: Mapping[str, Any]) -> dict[str, Any]:
-        """The keys of a recipe or checkpoint; versions with one kind of QK-norm had a bool."""
-        norm = value.get("qk_norm")
-        return {**value, "qk_norm": "head" if norm else "none"} if isinstance(norm, bool) else dict(value)
-
 
 @dataclass(frozen=True)
 class SourceConfig:

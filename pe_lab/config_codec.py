@@ -57,7 +57,6 @@ def from_dict(kind: type, value: Any, where: str = "config") -> Any:
     hints = field_types(kind)
     if not isinstance(value, Mapping):
         raise ConfigError(f"{where} is {value!r}; it must be a set of keys: {', '.join(hints)}.")
-    value = getattr(kind, "of_earlier_versions", dict)(value)
     for key in value:
         _check_known(key, hints, where)
     without = [f.name for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING]
@@ -106,12 +105,13 @@ def check_key(kind: type, key: str, where: str = "config") -> None:
 
 def check_bounds(config: Any, where: str) -> None:
     """`ConfigError` for a number in a config, or in a part of one, that is outside the bounds of its field."""
+    hints = field_types(type(config))
     for declared in dataclasses.fields(config):
         given = getattr(config, declared.name)
         least, most = declared.metadata.get("bounds", (None, None))
         for i, value in enumerate(given) if isinstance(given, tuple) else ((None, given),):
             name = f"{where}.{declared.name}" + (f"[{i}]" if i is not None else "")
-            if dataclasses.is_dataclass(type(value)) and declared.type != "Any":
+            if dataclasses.is_dataclass(type(value)) and hints[declared.name] is not Any:
                 check_bounds(value, name)
             # A word such as "auto" has no bounds.
             elif least is not None and not isinstance(value, str | Mapping) and not least <= value <= most:
@@ -163,8 +163,9 @@ def with_descriptions(value: Any, where: str) -> Any:
         return [with_descriptions(item, f"{where}[{i}]") for i, item in enumerate(value)]
     if not isinstance(value, Mapping) or "" not in _KINDS:
         return value
+    kind, fields = _kind_of((object,), value, where) if "kind" in value else (_KINDS[""], value)
     try:
-        return _described((object,), value, where) if "kind" in value else from_dict(_KINDS[""], value, "Layer")
+        return from_dict(kind, fields, kind.__name__)
     except UserError as error:
         raise type(error)(f"{where}: {error}") from None
 
@@ -222,14 +223,20 @@ def _described(bases: tuple[Any, ...], value: Any, where: str) -> Any:
     """The description that a field of these types holds."""
     if isinstance(value, bases) and dataclasses.is_dataclass(value):
         return value
+    kind, fields = _kind_of(bases, value, where)
+    return from_dict(kind, fields, kind.__name__)
+
+
+def _kind_of(bases: tuple[Any, ...], value: Any, where: str) -> tuple[type, dict[str, Any]]:
+    """The class of {"kind": name, fields}, which a field of these types holds, and the fields."""
     kinds = _kinds_of(bases)
     if not isinstance(value, Mapping):
         raise ConfigError(f"{where} is {value!r}; write it as {{'kind': '{next(iter(kinds))}', ...}}.")
-    rest = dict(value)
-    written = str(rest.pop("kind", ""))
+    fields = dict(value)
+    written = str(fields.pop("kind", ""))
     if written not in kinds:
         raise ConfigError(f"{where}: there is no kind '{written}'. {did_you_mean(written, list(kinds))} {_OWN}")
-    return from_dict(kinds[written], rest, kinds[written].__name__)
+    return kinds[written], fields
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pe_lab.attention.hooks import running_sum, tokens_before
+from pe_lab.attention.running_sums import running_sum, tokens_before
 from pe_lab.config import MeshConfig
 from pe_lab.parallel import AxisRules, balanced_order, make_mesh, use_mesh
 
