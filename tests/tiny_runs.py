@@ -35,7 +35,7 @@ from ml_collections import ConfigDict
 def get_config(arg=""):
     config = ConfigDict()
     config.name = "tiny"
-    config.model = dict(layers=2, d_model=16, d_ff=32, heads=2, kv_heads=2, qk_norm=True, dtype="float32")
+    config.model = dict(layers=2, d_model=16, d_ff=32, heads=2, kv_heads=2, qk_norm="head", dtype="float32")
     needles = dict(pairs=1, queries=1, keys=4, values=4, filler_symbols=8, branches=2)
     config.data = dict(sources=[dict(source="needles", weight=1.0, options=needles)], tokenizer="bytes")
     adamw = dict(learning_rate=1e-2, warmup_steps=2)

@@ -14,7 +14,7 @@ from pe_lab.attention.hooks import (
     hook_inputs,
     index_positions,
     key_bias,
-    logits_of_rows,
+    logit_functions,
     output,
     position_bias,
     sink,
@@ -67,7 +67,7 @@ def attention(
     G = key.shape[2]
     check_heads(H, G)
     hooks, inputs_of_hooks, own_value = encoding.hooks, [], value
-    rows = logits_of_rows(hooks, query)
+    functions = logit_functions(hooks, query)
     if hooks.hooks:
         at = jnp.asarray(index_positions(T)) if positions is None else positions
         x = jnp.zeros((B, T, 0), query.dtype) if x is None else x
@@ -105,7 +105,7 @@ def attention(
         distance_bias=distance_bias(hooks, min(T, window or T), H) if positions is None else None,
         key_bias=key_bias(hooks, inputs_of_hooks, H),
         bias=position_bias(hooks, relative=False if positions is None else None),
-        rows=rows,
+        logit_functions=functions,
         sink=sink(hooks, H),
         window=window,
         # Smaller blocks of logits stay in a CPU's caches: training takes three fifths of the time of blocks of 512.

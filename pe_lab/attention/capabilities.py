@@ -96,7 +96,7 @@ def check_inputs(name: str, honours: frozenset[str], inputs: AttentionInputs) ->
         inputs.distance_bias,
         inputs.key_bias,
         inputs.bias,
-        inputs.rows,
+        inputs.logit_functions,
         inputs.sink,
     )
     refused = [what for what, x in zip(FEATURES, given, strict=True) if x is not None and what not in honours]

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from pe_lab.attention.bias import PositionBias, on_heads
-from pe_lab.attention.key_block import MASKED, LogitsOfRows
+from pe_lab.attention.key_block import MASKED, LogitFunctions
 from pe_lab.attention.running_sums import running_sum, tokens_before
 from pe_lab.errors import ConfigError, UnsupportedError, call
 from pe_lab.parallel import balanced_order, context_size, padded_length
@@ -197,10 +197,10 @@ def key_bias(hooks: Hooks, inputs: Sequence[Array], num_heads: int) -> Float[Arr
     return total
 
 
-def logits_of_rows(hooks: Hooks, query: Float[Array, "B T H K"]) -> LogitsOfRows | None:
+def logit_functions(hooks: Hooks, query: Float[Array, "B T H K"]) -> LogitFunctions | None:
     """The `logits` hooks, for queries that are neither encoded nor scaled."""
     found = hooks.having("logits")
-    return LogitsOfRows(query, tuple(p for _, _, p in found), tuple(one for _, one, _ in found)) if found else None
+    return LogitFunctions(query, tuple(p for _, _, p in found), tuple(one for _, one, _ in found)) if found else None
 
 
 def sink(hooks: Hooks, num_heads: int) -> Float[Array, " H"] | None:

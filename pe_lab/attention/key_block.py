@@ -26,18 +26,18 @@ FLOOR = -5e29  # the first value of running maxima: above MASKED, so that an inv
 
 
 class KeyRotation(NamedTuple):
-    """Frequencies in fixed point and gains, for kernels that rotate keys inside; one row, G rows or H rows.
+    """Frequencies in fixed point and gains, for kernels that rotate keys inside; one rotation, G or H.
 
     Rotations are relative: a kernel may count positions from any origin, and uses the index of a key in its block.
     """
 
-    fixed_freq: UInt32[Array, "rows R 2"]
-    gain: Float[Array, "rows R"]
+    fixed_freq: UInt32[Array, "rotations R 2"]
+    gain: Float[Array, "rotations R"]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class LogitsOfRows:
+class LogitFunctions:
     """The `logits` hooks of a layer. A pytree: `hooks` are static, `params` are theirs; `query` is neither scaled nor
     rotated."""
 
@@ -81,7 +81,7 @@ class AttentionInputs:
       distance_bias: added to the logit of a query and a key whose indices are d apart: entry min(d, D - 1).
       key_bias: added to all logits of a key.
       bias: added to the logits, a function of positions.
-      rows: replaces all logits of a query; only for a whole sequence.
+      logit_functions: replace all logits of a query; only for a whole sequence.
       sink: a logit in the denominator of each head's softmax; only for a whole sequence.
       rotation: keys are not rotated yet, and the kernel rotates them by their index; queries are rotated already.
       window: a query sees the last `window` tokens, itself included; None sees all.
@@ -98,7 +98,7 @@ class AttentionInputs:
     distance_bias: Float[Array, "H D"] | None = None
     key_bias: Float[Array, "#B H S"] | None = None
     bias: PositionBias | None = None
-    rows: LogitsOfRows | None = None
+    logit_functions: LogitFunctions | None = None
     sink: Float[Array, " H"] | None = None
     rotation: KeyRotation | None = None
     window: int | None = field(default=None, metadata={"static": True})
@@ -117,11 +117,11 @@ class AttentionInputs:
             key_bias=jax.tree.map(lambda x: keys(x.swapaxes(1, 2)).swapaxes(1, 2), self.key_bias),
         )
 
-    def for_every_row(self, rows: int) -> AttentionInputs:
+    def for_every_sequence(self, count: int) -> AttentionInputs:
         """With arrays of tokens as [B, T, ...], as kernels take them."""
 
         def whole(x: jax.Array) -> jax.Array:
-            return jnp.broadcast_to(x, (rows, *x.shape[1:]))
+            return jnp.broadcast_to(x, (count, *x.shape[1:]))
 
         return self.of_tokens(whole, whole)
 
@@ -183,7 +183,7 @@ def check_block(num_heads: int, key: jax.Array, value: jax.Array, inputs: Attent
         raise ValueError(
             f"{num_heads} query heads, keys of shape {key.shape} and values of {value.shape} do not go together."
         )
-    if inputs.bias is not None or inputs.rows is not None:
+    if inputs.bias is not None or inputs.logit_functions is not None:
         raise UnsupportedError("attention kernel: no function of logits.")
     return 0 if inputs.rotation is None else inputs.rotation.fixed_freq.shape[0]
 
@@ -274,12 +274,12 @@ def block_rotations(rotation: KeyRotation, blocks: int, size: int) -> tuple[jax.
     the accuracy of float32 at any position.
 
     Returns:
-      Two arrays [rows, blocks, R], then two arrays [rows, size, R].
+      Two arrays [rotations, blocks, R], then two arrays [rotations, size, R].
     """
     gain = rotation.gain[:, None]
     places = jnp.arange(max(blocks, size), dtype=jnp.int32)
     coarse, fine = (
-        angles(rotation.fixed_freq, positions[None])[0].swapaxes(0, 1)  # [rows, positions, R]
+        angles(rotation.fixed_freq, positions[None])[0].swapaxes(0, 1)  # [rotations, positions, R]
         for positions in (places[:blocks] * size, places[:size])
     )
     return jnp.cos(coarse) * gain, jnp.sin(coarse) * gain, jnp.cos(fine), jnp.sin(fine)

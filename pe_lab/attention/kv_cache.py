@@ -16,7 +16,7 @@ from pe_lab.attention.key_block import (
     MASKED,
     AttentionInputs,
     KeyBlockKernel,
-    LogitsOfRows,
+    LogitFunctions,
     OnlineSoftmax,
     PartialAttention,
     heads_of_groups,
@@ -41,7 +41,7 @@ class CacheView(NamedTuple):
         positions only: the content of an empty slot, even NaN, changes nothing.
       used: all slots from this index on are empty; their blocks are not computed.
       key_bias: [L, B, H, S, 1] the key bias of every slot.
-      encoding: rotations of every slot, cos and sin [B or 1, S, rows, R], if the cached keys are not
+      encoding: rotations of every slot, cos and sin [B or 1, S, rotations, R], if the cached keys are not
         rotated. None if they are.
     """
 
@@ -65,13 +65,13 @@ def cached_attention(
     window: int | None = None,
     block: int = 512,
     key_bias: Float[Array, "B H C"] | None = None,
-    rows: LogitsOfRows | None = None,
+    functions: LogitFunctions | None = None,
 ) -> Float[Array, "B C H V"]:
-    """Attention of C new tokens of each row to the cached tokens and, causally, to each other.
+    """Attention of C new tokens of each sequence to the cached tokens and, causally, to each other.
 
     The result is that of `attention` for the last C tokens of a sequence. An online softmax runs over blocks of the
     cache: memory is linear in the block, and time in the length of the sequence, not in the capacity. The new tokens
-    may be in the cache already, if `cache.positions` does not list them. Padding tokens of a row come last, where
+    may be in the cache already, if `cache.positions` does not list them. Padding tokens of a sequence come last, where
     causality hides them.
 
     Args:
@@ -79,11 +79,11 @@ def cached_attention(
       key: of the new tokens, from `encode_keys`.
       cache: the earlier tokens.
       encoding: of this layer, at the new tokens' positions.
-      positions: of the new tokens: consecutive within a row, and higher than all positions in its cache.
+      positions: of the new tokens: consecutive within a sequence, and higher than all positions in its cache.
       window: a query sees the last `window` tokens, itself included; None sees all.
       block: slots per block.
       key_bias: of the new tokens.
-      rows: functions of all logits of the new tokens.
+      functions: of all logits of the new tokens.
 
     Returns:
       [B, C, H, K] in the dtype of `query`.
@@ -112,8 +112,9 @@ def cached_attention(
         own -= slope * distance.astype(jnp.float32)
     seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
     own = jnp.where(seen, own, MASKED)
-    if rows is not None:
-        return _by_rows(own, q, value, cache, biased, slope, rows, positions, window, of_sink).astype(query.dtype)
+    if functions is not None:
+        out = _by_functions(own, q, value, cache, biased, slope, functions, positions, window, of_sink)
+        return out.astype(query.dtype)
     highest = own.max(-1)
     weights = jnp.exp(own - highest[..., None])
     start = OnlineSoftmax(highest, weights.sum(-1), _weighted(weights, value.transpose(0, 2, 1, 3)))
@@ -148,14 +149,14 @@ def cached_attention(
     return with_sink(PartialAttention(out, logsumexp), of_sink, query.dtype).transpose(0, 2, 1, 3)
 
 
-def _by_rows(
+def _by_functions(
     own: Float[Array, "B G M C C"],
     q: Float[Array, "B G M C K"],
     value: Float[Array, "B C G V"],
     cache: CacheView,
     biased: Callable[..., jax.Array],
     slope: Float[Array, "G M 1 1"] | None,
-    rows: LogitsOfRows,
+    functions: LogitFunctions,
     positions: Int[Array, "#B C"],
     window: int | None,
     of_sink: Float[Array, " H"] | None,
@@ -178,7 +179,7 @@ def _by_rows(
     # A function may depend on the order of keys: those of a ring of slots are not in the order of positions.
     order = jnp.argsort(jnp.broadcast_to(at, (B, slots)), axis=1)
     order = jnp.concatenate([order, jnp.broadcast_to(slots + jnp.arange(C), (B, C))], 1)
-    logits = rows.apply(jnp.take_along_axis(logits, order[:, None, None], axis=-1))
+    logits = functions.apply(jnp.take_along_axis(logits, order[:, None, None], axis=-1))
     weights = softmax(logits.reshape(B, G, M, C, -1), of_sink)
     v = jnp.where((at >= 0)[:, None, :, None], v, 0)
     v = jnp.concatenate([jnp.broadcast_to(v, (B, *v.shape[1:])), value.transpose(0, 2, 1, 3)], 2)
@@ -227,13 +228,13 @@ class KVCache(NamedTuple):
 def attend_to_cache(
     kernel: KeyBlockKernel, query: Float[Array, "B C H K"], cache: KVCache, inputs: AttentionInputs
 ) -> Float[Array, "B C H K"]:
-    """Attention of C new tokens of each row to the visible slots.
+    """Attention of C new tokens of each sequence to the visible slots.
 
     Args:
       kernel: `tpu_key_block`, `gpu_key_block` or `chunked_key_block`.
       query: rotated and scaled.
       cache: contains the new tokens.
-      inputs: start [B], the slot of each row's first new token; used [B]; slope; window; and the rotation of keys that
+      inputs: start [B], the slot of each first new token; used [B]; slope; window; and the rotation of keys that
         are cached unrotated.
     """
 
@@ -275,7 +276,7 @@ def write_and_attend(
       key, value: of the new tokens, as they are cached.
       cache: without the new tokens.
       scale: of the logits.
-      inputs: as in `attend_to_cache`, without `used`; start is equal in all rows unless C is 1.
+      inputs: as in `attend_to_cache`, without `used`; start is equal in all sequences unless C is 1.
 
     Returns:
       The attention, and the new keys and values of the cache.
@@ -324,9 +325,9 @@ def _written(
     B, C = new.shape[:2]
     S = cache.shape[3]
     if C == 1:
-        at, rows = jnp.clip(start, 0, S - 1), jnp.arange(B)
+        at, sequences = jnp.clip(start, 0, S - 1), jnp.arange(B)
         here = ((start >= 0) & (start < S))[:, None, None]
-        return cache.at[layer, rows, :, at].set(jnp.where(here, new[:, 0], cache[layer, rows, :, at]))
+        return cache.at[layer, sequences, :, at].set(jnp.where(here, new[:, 0], cache[layer, sequences, :, at]))
     token = jnp.arange(S) - start[:, None]
     taken = jnp.take_along_axis(new, jnp.clip(token, 0, C - 1)[:, :, None, None], axis=1).swapaxes(1, 2)
     here = ((token >= 0) & (token < C))[:, None, :, None]
@@ -335,7 +336,7 @@ def _written(
 
 
 def _specs(mesh: Mesh, rules: AxisRules, cache: KVCache, slots: str | None = None) -> tuple[KVCache, Any, Any]:
-    """How a cache is sharded, and the mesh axes of its rows and heads.
+    """How a cache is sharded, and the mesh axes of its sequences and heads.
 
     If the key heads do not divide over `tensor`, every device has all key heads and all queries.
     """

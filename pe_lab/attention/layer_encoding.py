@@ -18,8 +18,8 @@ class LayerEncoding(NamedTuple):
     """One layer's part of the schedule. None = absent from the compiled program.
 
     Attributes:
-      cos, sin: [B or 1, T, 1 or G or H, R] float32, gain included (see `positional.rotation_tables`). With H rows, keys
-        are rotated once per query head; with G rows, the queries of a group use the row of their key head.
+      cos, sin: [B or 1, T, 1 or G or H, R] float32, gain included (see `positional.rotation_tables`). With H rotations,
+        keys are rotated once per query head; with G, the queries of a group use that of their key head.
       slope: [H] ALiBi's penalty per token.
       logit_scale: scalar factor on the logits.
       hooks: of encodings that are more than rotations and slopes.
@@ -27,8 +27,8 @@ class LayerEncoding(NamedTuple):
         not indices.
     """
 
-    cos: Float[Array, "B T rows R"] | None = None
-    sin: Float[Array, "B T rows R"] | None = None
+    cos: Float[Array, "B T rotations R"] | None = None
+    sin: Float[Array, "B T rotations R"] | None = None
     slope: Float[Array, " H"] | None = None
     logit_scale: Float[Array, ""] | None = None
     hooks: Hooks = Hooks()
@@ -78,11 +78,9 @@ def check_heads(num_heads: int, kv_heads: int) -> None:
 
 
 def _check_rotation(cos: jax.Array, x: jax.Array, kv_heads: int, num_heads: int) -> None:
-    rows, channels = cos.shape[2], 2 * cos.shape[3]
-    if rows not in (1, kv_heads, num_heads):
-        raise ConfigError(
-            f"attention: {rows} rows of rotations fit neither {kv_heads} key heads nor {num_heads} query heads."
-        )
+    count, channels = cos.shape[2], 2 * cos.shape[3]
+    if count not in (1, kv_heads, num_heads):
+        raise ConfigError(f"attention: {count} rotations fit neither {kv_heads} key heads nor {num_heads} query heads.")
     if x.shape[3] != channels:
         raise ConfigError(
             f"attention: a hook of this layer makes heads of {x.shape[3]} channels, and the layer's rotation is for "

@@ -213,7 +213,7 @@ def on_mesh(
 
     def ring(query: jax.Array, key: jax.Array, value: jax.Array, inputs: AttentionInputs) -> jax.Array:
         q, k, v = (x.transpose(0, 2, 1, 3) for x in (query, key, value))
-        inputs = inputs.for_every_row(len(query))
+        inputs = inputs.for_every_sequence(len(query))
         out = ring_attention(q, k, v, inputs, axis=length, size=size, pair=pair)
         return out.transpose(0, 2, 1, 3)
 
@@ -227,7 +227,7 @@ def on_mesh(
 
 
 def input_specs(inputs: AttentionInputs, batch: Any, length: Any, heads: Any) -> AttentionInputs:
-    """How the inputs are sharded where rows, tokens and heads are sharded over these mesh axes."""
+    """How the inputs are sharded where sequences, tokens and heads are sharded over these mesh axes."""
 
     def of_rows(x: jax.Array) -> PartitionSpec:  # [B or 1] or [B or 1, T]
         return PartitionSpec(batch if x.shape[0] > 1 else None, *[length] * (x.ndim - 1))
@@ -237,8 +237,8 @@ def input_specs(inputs: AttentionInputs, batch: Any, length: Any, heads: Any) ->
 
     rotation = None
     if inputs.rotation is not None:
-        rows = heads if inputs.rotation.fixed_freq.shape[0] > 1 else None
-        rotation = KeyRotation(PartitionSpec(rows, None, None), PartitionSpec(rows, None))
+        rotations = heads if inputs.rotation.fixed_freq.shape[0] > 1 else None
+        rotation = KeyRotation(PartitionSpec(rotations, None, None), PartitionSpec(rotations, None))
     return replace(
         jax.tree.map(of_rows, replace(inputs, **dict.fromkeys(learned))),
         slope=None if inputs.slope is None else PartitionSpec(heads),

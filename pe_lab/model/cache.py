@@ -20,7 +20,7 @@ from pe_lab.attention.hooks import (
     hook_features,
     hook_inputs,
     key_bias,
-    logits_of_rows,
+    logit_functions,
     output,
 )
 from pe_lab.attention.key_block import AttentionInputs, KeyBlockKernel, scaled
@@ -105,12 +105,12 @@ class Cache:
 
 
 class Chunk(NamedTuple):
-    """C new tokens of each row.
+    """C new tokens of each sequence.
 
     Attributes:
       tokens: padding last.
-      positions: [1, C] if all rows have the same positions, or [B, 1].
-      counts: earlier tokens of each row, which are in the cache.
+      positions: [1, C] if all sequences have the same positions, or [B, 1].
+      counts: earlier tokens of each sequence, which are in the cache.
       real: how many of the C are tokens; the rest is padding.
     """
 
@@ -134,7 +134,7 @@ def plan(
       config: a completed model config.
       structure: of the schedule, one per layer.
       follows: which layers' schedule depends on the length (`Layer.follows_length`).
-      capacity: tokens per row.
+      capacity: tokens per sequence.
       scan: repeat equal layers by a scan; else each layer is its own pattern.
       kernel_rotates: a kernel reads caches, and it can rotate keys as it reads them.
     """
@@ -168,7 +168,7 @@ def _kernel_serves(cached: CachedLayer, config: ModelConfig, chunk: int) -> bool
 
 
 def allocate(config: ModelConfig, layout: CacheLayout, batch: int) -> Cache:
-    """An empty cache for `batch` rows, sharded over the mesh like the heads and rows of activations."""
+    """An empty cache for `batch` sequences, sharded over the mesh like the heads and sequences of activations."""
 
     def empty(repetition: Repetition, heads: int, cached: CachedLayer, channels: int, dtype: str) -> jax.Array:
         zeros = jnp.zeros((repetition.repeats, batch, heads, cached.slots, channels), jnp.dtype(dtype))
@@ -215,7 +215,7 @@ def arrange_layers(layers: Any, layout: CacheLayout) -> tuple[tuple[Any, ...], .
 
 
 def slot_positions(cached: CachedLayer, counts: Int[Array, " B"]) -> Int[Array, "B S"]:
-    """The position of the token in each slot, after `counts` tokens of each row; negative for an empty slot."""
+    """The position of the token in each slot, after `counts` tokens of each sequence; negative for an empty slot."""
     slot = jnp.arange(cached.slots, dtype=jnp.int32)
     if cached.ring:
         last = counts[:, None] - 1
@@ -233,9 +233,9 @@ def write(
     key_bias: Float[Array, "B H C"] | None = None,
     sums: Sequence[Shaped[Array, "B C *state"]] = (),
 ) -> Slots:
-    """The slots after the new tokens of each row are written to repetition `at`; keys and values as they are cached.
+    """The slots with the new tokens of each sequence written to repetition `at`; keys and values as they are cached.
 
-    Padding is not written to a ring, where it would replace visible tokens; elsewhere the row's next tokens will
+    Padding is not written to a ring, where it would replace visible tokens; elsewhere the sequence's next tokens will
     overwrite it.
     """
     B, C = key.shape[:2]
@@ -293,7 +293,7 @@ def forward_chunk(
     tables = model.shared_tables(schedule, positions)
 
     def rotated_to(cached: CachedLayer) -> jax.Array:
-        """The position by which each slot is rotated; without a ring it is equal in all rows."""
+        """The position by which each slot is rotated; without a ring it is equal in all sequences."""
         if cached.ring:
             return jnp.maximum(tokens_at[cached.slots], 0)
         return jnp.arange(cached.slots, dtype=jnp.int32)[None]
@@ -317,15 +317,17 @@ def forward_chunk(
         )
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, normed: jax.Array) -> tuple[jax.Array, Slots]:
-            rows = logits_of_rows(hooks, q)
+            functions = logit_functions(hooks, q)
             before = [jax.lax.dynamic_index_in_dim(one, at, 0, keepdims=False) for one in slots.sums]
             inputs_of_hooks, sums = hook_inputs(hooks, normed, before or None)
             q, k = encode(hooks, q, k, positions, inputs_of_hooks)
             bias_of_keys = key_bias(hooks, inputs_of_hooks, config.heads)
-            out, new = attend_encoded(q, k, v, rows, bias_of_keys, sums)
+            out, new = attend_encoded(q, k, v, functions, bias_of_keys, sums)
             return output(hooks, inputs_of_hooks, out, v), new
 
-        def attend_encoded(q: Any, k: Any, v: Any, rows: Any, bias_of_keys: Any, sums: Any) -> tuple[jax.Array, Slots]:
+        def attend_encoded(
+            q: Any, k: Any, v: Any, functions: Any, bias_of_keys: Any, sums: Any
+        ) -> tuple[jax.Array, Slots]:
             if by_kernel and sharded and not ring:
                 if cached.rotated:
                     q = encode_queries(q, encoding, v.shape[2])
@@ -366,7 +368,7 @@ def forward_chunk(
                 positions=positions,
                 window=structure.window,
                 key_bias=bias_of_keys,
-                rows=rows,
+                functions=functions,
             )
             return out, after or written()
 

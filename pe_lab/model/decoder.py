@@ -237,7 +237,7 @@ class Model:
         cos, sin, rotation = None, None, None
         if structure.rotates:
             cos, sin = self.tables(fixed_freq, gain, structure, positions) if tables is None else tables
-            chosen = self._rows(structure)
+            chosen = self._distinct(structure)
             rotation = KeyRotation(fixed_freq[chosen], gain[chosen])
         slope = slope if structure.slopes else None
         hooks = Hooks(tuple((learned or {}).get(one.parameters, {}) for one in structure.hooks), structure.hooks)
@@ -246,8 +246,8 @@ class Model:
     def tables(
         self, fixed_freq: jax.Array, gain: jax.Array, structure: LayerStructure, positions: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """cos and sin [B or 1, T, rows, R] with one row per layer, key head or query head, as the layer needs."""
-        chosen = self._rows(structure)
+        """cos and sin [B or 1, T, rotations, R] with one per layer, key head or query head, as the layer needs."""
+        chosen = self._distinct(structure)
         return rotation_tables(fixed_freq[chosen], gain[chosen], positions)
 
     def shared_tables(self, schedule: Schedule, positions: Int[Array, "#B T"]) -> tuple[jax.Array, jax.Array] | None:
@@ -258,8 +258,8 @@ class Model:
         fixed_freq, gain = jnp.asarray(schedule.fixed_freq), jnp.asarray(schedule.gain)
         return self.tables(fixed_freq[n], gain[n], schedule.structure[n], positions)
 
-    def _rows(self, structure: LayerStructure) -> slice:
-        """The distinct rows among the H rows of a rotation: one, one per key head, or all."""
+    def _distinct(self, structure: LayerStructure) -> slice:
+        """The distinct ones among the H rotations of a layer: one, one per key head, or all."""
         step = {"shared": self.config.heads, "grouped": self.config.heads // self.config.kv_heads, "split": 1}
         return slice(None, None, step[structure.heads])
 

@@ -155,7 +155,7 @@ def _difference(name: str, a: Any, b: Any, claimed: bool | None = None) -> Check
 
 
 def causality(subject: TinyModel) -> Check:
-    """The gradient of a token's output with respect to later tokens and other rows, which must be exactly zero."""
+    """The gradient of a token's output with respect to later tokens and other sequences, which must be exactly zero."""
     worst = 0.0
     for at in (0, LENGTH // 2, LENGTH - 2):
         direction = np.zeros((2, LENGTH, subject.config.d_model), np.float32)

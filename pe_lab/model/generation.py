@@ -112,7 +112,7 @@ INCOMPLETE = "\ufffd"  # decoders write it for the bytes of an incomplete charac
 
 
 class Ending:
-    """The ids and the text of one row, during generation.
+    """The ids and the text of one sequence, during generation.
 
     Args:
       prompt: its ids.
@@ -274,15 +274,17 @@ class Decoder(Programs):
         """
         self.check(prompts, request, decode)
         endings = [Ending(prompt, request.eos_ids, request.stop, decode) for prompt in prompts]
-        # Rows are decoded together, or each alone if the schedule depends on the length.
+        # Sequences are decoded together, or each alone if the schedule depends on the length.
         numbers = range(len(prompts))
-        for rows in [[i] for i in numbers] if any(schedules.follows) else [numbers] if prompts else []:
-            chosen = [endings[i] for i in rows]
-            batch = _GenerationBatch(self, weights, [prompts[i] for i in rows], schedules, request, rows, statistics)
+        for chosen in [[i] for i in numbers] if any(schedules.follows) else [numbers] if prompts else []:
+            unfinished = [endings[i] for i in chosen]
+            batch = _GenerationBatch(
+                self, weights, [prompts[i] for i in chosen], schedules, request, chosen, statistics
+            )
             for tokens in batch.steps():
-                for ending, token in zip(chosen, tokens, strict=True):
+                for ending, token in zip(unfinished, tokens, strict=True):
                     ending.push(int(token))
-                if all(ending.done for ending in chosen):
+                if all(ending.done for ending in unfinished):
                     break
         for ending in endings:
             ending.finish()
@@ -327,7 +329,7 @@ class Decoder(Programs):
 class _GenerationBatch:
     """A batch in generation: its KV cache, its lengths, and the schedule of the cache.
 
-    `rows` are the prompts' numbers, on which sampling depends.
+    `numbers` are the prompts' numbers, on which sampling depends.
     """
 
     def __init__(
@@ -337,23 +339,23 @@ class _GenerationBatch:
         prompts: Sequence[np.ndarray],
         schedules: Schedules,
         request: GenerationRequest,
-        rows: Sequence[int],
+        numbers: Sequence[int],
         statistics: GenerationStatistics | None,
     ):
         self._programs, self._weights, self._schedules, self._request = programs, weights, schedules, request
         self._statistics = statistics or GenerationStatistics()
-        # A mesh needs a multiple of its rows: copies of the last prompt fill up, and are removed from results.
+        # A mesh needs a multiple of its sequences: copies of the last prompt fill up, and are removed from results.
         self._real = len(prompts)
         fill = -self._real % programs.rows_at_once
         self._prompts = [*prompts, *[prompts[-1]] * fill]
-        numbers = [*rows, *[0] * fill]
+        numbers = [*numbers, *[0] * fill]
         self._capacity = request.capacity(prompts)
         self._draw, self._rows = programs.place((request.sampling.arrays(), np.asarray(numbers, np.int32)))
         self._new: list[Any] = []  # tokens chosen so far, [B] each, on the device until they are read
         self._stale = 0  # tokens with another schedule than the cache
 
     def steps(self) -> Iterator[np.ndarray]:
-        """Yields the next token of every row, [B], `max_new_tokens` times; stop conditions are ignored.
+        """Yields the next token of every sequence, [B], `max_new_tokens` times; stop conditions are ignored.
 
         The host reads one step behind: it starts the next step before it waits for the token of the last one.
         """
@@ -368,7 +370,7 @@ class _GenerationBatch:
             yield self._read(token)
 
     def _begin(self) -> jax.Array:
-        """Prefills the prompts; returns the first new token of each row."""
+        """Prefills the prompts; returns the first new token of each sequence."""
         statistics = self._statistics
         statistics.prompt_tokens += sum(map(len, self._prompts[: self._real]))
         with self._timed("prefill_seconds"):
@@ -377,7 +379,7 @@ class _GenerationBatch:
             return jax.block_until_ready(token)
 
     def _advance(self, token: jax.Array) -> jax.Array:
-        """Starts the next step on `token` of each row; returns the token after it."""
+        """Starts the next step on `token` of each sequence; returns the token after it."""
         with self._timed("decode_seconds"):
             exact = exact_cache(self._schedule)
             if any(self._schedules.follows) or not exact:

@@ -48,7 +48,7 @@ class Programs:
       kernel: attends to KV caches. Default: the fastest one for the devices; none on a CPU.
 
     Attributes:
-      traces: (program, rows, tokens, capacity) -> how often it was traced and compiled.
+      traces: (program, sequences, tokens, capacity) -> how often it was traced and compiled.
     """
 
     def __init__(
@@ -77,22 +77,22 @@ class Programs:
         self.whole = jax.jit(self._whole)
         self.next = jax.jit(self._step, donate_argnames=("cache",))
 
-    def allocate(self, layout: CacheLayout, rows: int) -> Cache:
-        """An empty cache for `rows` sequences; `UnsupportedError` if there is less memory."""
-        shapes = jax.tree.leaves(jax.eval_shape(self._allocate, layout, rows))
+    def allocate(self, layout: CacheLayout, count: int) -> Cache:
+        """An empty cache for `count` sequences; `UnsupportedError` if there is less memory."""
+        shapes = jax.tree.leaves(jax.eval_shape(self._allocate, layout, count))
         needed = sum(shape.size * shape.dtype.itemsize for shape in shapes)
         devices = jax.local_devices()[:1]
         if self._mesh is not None:
             devices = list(self._mesh.local_devices)
             needed = needed * len(devices) // self._mesh.size
-        sequences = "one sequence" if rows == 1 else f"{rows} sequences"
+        sequences = "one sequence" if count == 1 else f"{count} sequences"
         check_memory(
             needed,
             f"The KV cache of {sequences} of {layout.capacity:,} tokens",
             devices,
             "Ask for fewer tokens or fewer sequences at a time.",
         )
-        return self._allocate(layout, rows)
+        return self._allocate(layout, count)
 
     def forward(
         self, params: Any, cache: Cache, chunk: Chunk, schedule: Schedule
@@ -120,19 +120,19 @@ class Programs:
         params: Any,
         last: Float[Array, "B D"],
         lengths: Int[Array, " B"],
-        rows: Int[Array, " B"],
+        sequences: Int[Array, " B"],
         draw: Draw,
     ) -> Int[Array, " B"]:
-        """The token at position `lengths` of each row, from the last layer's output for the token before."""
+        """The token at position `lengths` of each sequence, from the last layer's output for the token before."""
         self.traces["choose", last.shape[0], draw.kind] += 1
-        return choose(self._logits(params, last), draw, rows, lengths)
+        return choose(self._logits(params, last), draw, sequences, lengths)
 
     def _whole(
         self,
         params: Params,
         tokens: Int[Array, "B T"],
         lengths: Int[Array, " B"],
-        rows: Int[Array, " B"],
+        sequences: Int[Array, " B"],
         draw: Draw,
         schedule: Schedule,
     ) -> Int[Array, " B"]:
@@ -143,7 +143,7 @@ class Programs:
         logits = jnp.einsum(
             "bd,vd->bv", last, self.model.unembedding(params).astype(x.dtype), preferred_element_type=jnp.float32
         )
-        return choose(logits, draw, rows, lengths)
+        return choose(logits, draw, sequences, lengths)
 
     def _logits(self, params: Any, last: Float[Array, "B D"]) -> Float[Array, "B V"]:
         x = self.model.final_norm(params, last)
@@ -156,16 +156,16 @@ class Programs:
         cache: Cache,
         tokens: Int[Array, " B"],
         lengths: Int[Array, " B"],
-        rows: Int[Array, " B"],
+        sequences: Int[Array, " B"],
         draw: Draw,
         schedule: Schedule,
     ) -> tuple[Int[Array, " B"], Int[Array, " B"], Cache]:
-        """Reads one token of each row, at position `lengths`; returns the next tokens, the lengths and the cache."""
+        """Reads one token of each sequence, at position `lengths`; returns the next ones, the lengths and the cache."""
         self.traces["decode", tokens.shape[0], 1, cache.layout.capacity] += 1
         chunk = Chunk(tokens[:, None], lengths[:, None], lengths, jnp.ones_like(lengths))
         x, cache = self.forward(params, cache, chunk, schedule)
         logits = self._logits(params, x[:, 0])
-        return choose(logits, draw, rows, lengths + 1), lengths + 1, cache
+        return choose(logits, draw, sequences, lengths + 1), lengths + 1, cache
 
     def prepare(self, params: Params) -> DecodingWeights:
         """Parameters in the compute dtype, cast once instead of at every step. Float32 parameters are not copied."""
@@ -301,7 +301,7 @@ class ChunkedForward(Programs):
         schedule: Schedule,
         progress: Callable[[int], None] = lambda _: None,
     ) -> Float32[np.ndarray, "B T"]:
-        """Cross-entropy of every target in nats; `progress` is called with the number of tokens done in each row."""
+        """Cross-entropy of every target in nats; `progress` is called with the tokens done in each sequence."""
         results = []
         weights, cache, placed = self._begin(params, tokens, schedule)
         for start in range(0, tokens.shape[1], self.chunk):
@@ -323,7 +323,7 @@ class ChunkedForward(Programs):
         schedule: Schedule,
         progress: Callable[[int], None] = lambda _: None,
     ) -> Float[Array, "B Q D"]:
-        """The output of the final norm at chosen positions of each row."""
+        """The output of the final norm at chosen positions of each sequence."""
         config = self.model.config
         found = self.place(jnp.zeros((*at.shape, config.d_model), config.dtype))
         weights, cache, placed = self._begin(params, tokens, schedule)
@@ -338,14 +338,14 @@ class ChunkedForward(Programs):
 
     def _begin(self, params: Params, tokens: np.ndarray, schedule: Schedule) -> tuple[Any, Cache, Schedule]:
         """The weights as `forward` takes them, an empty cache, and the schedule on the devices."""
-        rows, length = tokens.shape
+        count, length = tokens.shape
         # The capacity is a multiple of a quarter of the next power of two: for few programs, and little unused memory.
         unit = max(self.chunk, 1 << max(0, (length - 1).bit_length() - 2))
         layout = self.layout(schedule.structure, (False,) * schedule.num_layers, -(-length // unit) * unit)
         if self._prepared is None or self._prepared[0] is not params:
             self._prepared = (params, self.prepare(params))
         with self.on_mesh():
-            return self.arranged(self._prepared[1], layout), self.allocate(layout, rows), self.place(schedule)
+            return self.arranged(self._prepared[1], layout), self.allocate(layout, count), self.place(schedule)
 
     def _normalized(
         self, params: Any, cache: Cache, tokens: jax.Array, start: jax.Array, schedule: Schedule

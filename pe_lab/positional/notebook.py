@@ -68,8 +68,8 @@ class NotebookYarn(Encoding):
 
 
 def warped_angles(
-    fixed_freq: UInt32[Array, "*rows R 2"], positions: Int[Array, "B T"], warp: NotebookYarn
-) -> Float[Array, "B T *rows R"]:
+    fixed_freq: UInt32[Array, "*rotations R 2"], positions: Int[Array, "B T"], warp: NotebookYarn
+) -> Float[Array, "B T *rotations R"]:
     """Rotation angles at warped positions, float32, exact to 1e-6 rad at positions below 2^27 outside the blend.
 
     Within the blend the multiplier is a float32 (1e-7 of a position near `original_length`).

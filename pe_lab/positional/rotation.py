@@ -89,8 +89,8 @@ def fraction_of_rotation(angle: Float[Array, "*shape"]) -> tuple[UInt32[Array, "
 
 
 def angles(
-    freq: UInt32[Array, "*rows R 2"] | Float[Array, "*rows R"], positions: Int[Array, "B T"]
-) -> Float[Array, "B T *rows R"]:
+    freq: UInt32[Array, "*rotations R 2"] | Float[Array, "*rotations R"], positions: Int[Array, "B T"]
+) -> Float[Array, "B T *rotations R"]:
     """Rotation angles in [-pi, pi], float32, exact to 5e-7 rad at any position below 2^31.
 
     Args:
@@ -106,7 +106,9 @@ def angles(
 
 
 @jax.custom_jvp
-def _learned_angles(freq: Float[Array, "*rows R"], positions: Int[Array, "B T"]) -> Float[Array, "B T *rows R"]:
+def _learned_angles(
+    freq: Float[Array, "*rotations R"], positions: Int[Array, "B T"]
+) -> Float[Array, "B T *rotations R"]:
     exact = angles(jnp.stack(fraction_of_rotation(freq), axis=-1), positions)
     return jnp.where(jnp.isfinite(freq), exact, jnp.nan)  # which no integer can say
 
@@ -120,10 +122,10 @@ def _learned_angles_derivative(primals, tangents):  # noqa: ANN001, ANN202
 
 
 def rotation_tables(
-    freq: UInt32[Array, "*rows R 2"] | Float[Array, "*rows R"],
-    gain: Float[Array, "*rows R"],
+    freq: UInt32[Array, "*rotations R 2"] | Float[Array, "*rotations R"],
+    gain: Float[Array, "*rotations R"],
     positions: Int[Array, "B T"],
-) -> tuple[Float[Array, "B T *rows R"], Float[Array, "B T *rows R"]]:
+) -> tuple[Float[Array, "B T *rotations R"], Float[Array, "B T *rotations R"]]:
     """cos and sin of every pair's angle at every position, times the pair's gain; float32.
 
     Args:

@@ -142,7 +142,7 @@ def test_heads_that_do_not_fit():
     with pytest.raises(UserError, match="3 query heads do not divide into 2"):
         cached_attention(jnp.zeros((1, 1, 3, K)), new, new, past, LayerEncoding(), positions=jnp.zeros((1, 1), int))
     cos = jnp.ones((1, 1, 3, K // 2))
-    with pytest.raises(UserError, match="3 rows of rotations fit neither 2 key heads nor 4"):
+    with pytest.raises(UserError, match="3 rotations fit neither 2 key heads nor 4"):
         encode_keys(new, LayerEncoding(cos, cos), 4)
 
 

@@ -263,7 +263,7 @@ def test_an_index_outside_the_sequence_is_an_error(arguments, message):
     ("heads", "kv_heads", "row", "message"),
     [
         (3, 2, LayerEncoding(), "3 query heads do not divide"),
-        (4, 2, rotations(FREQUENCIES * np.ones((3, 1)), np.arange(T)[None]), "3 rows of rotations fit neither"),
+        (4, 2, rotations(FREQUENCIES * np.ones((3, 1)), np.arange(T)[None]), "3 rotations fit neither"),
     ],
 )
 def test_statistics_refuse_the_arguments_that_attention_refuses(heads, kv_heads, row, message):

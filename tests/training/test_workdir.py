@@ -33,7 +33,7 @@ def test_a_directory_belongs_to_one_config(tmp_path):
 
 
 def test_a_run_of_an_earlier_version_goes_on(tmp_path):
-    """Its run.json has no fields that were added later, and a bool for the QK-norm."""
+    """Its run.json has no fields that were added later."""
     config, workdir = tiny(tmp_path / "recipe"), tmp_path / "run"
     write_run(workdir, config, "command", {})
     run = json.loads((workdir / "run.json").read_text())
@@ -42,7 +42,6 @@ def test_a_run_of_an_earlier_version_goes_on(tmp_path):
         del run["config"]["model"][field], run["identity"][f"model.{field}"]
     for phase, _ in enumerate(config.phases):
         del run["config"]["phases"][phase]["random_positions"], run["identity"][f"phases.{phase}.random_positions"]
-    run["config"]["model"]["qk_norm"] = run["identity"]["model.qk_norm"] = True
     run["config_hash"] = "0123456789ab"
     (workdir / "run.json").write_text(json.dumps(sealed(run)))
     claim_workdir(workdir, config)
