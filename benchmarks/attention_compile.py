@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.document import Place
 from pe_lab.attention.kernels import external, tpu, tpu_gradient
-from pe_lab.attention.key_block import AttentionInputs, Rotation, scaled
+from pe_lab.attention.key_block import AttentionInputs, KeyRotation, scaled
 from pe_lab.errors import UserError
 from pe_lab.parallel.ahead_of_time import NoCompiler, libtpu_version, topology_devices
 from pe_lab.parallel.topology import parse_topology
@@ -80,7 +80,9 @@ def _arguments(kind: str, head_dim: int, length: int, place: Any) -> tuple[Any, 
         inputs = AttentionInputs(start=shape(1, dtype=jnp.int32), used=shape(1, dtype=jnp.int32))
     if kind == "rotating":
         inputs = AttentionInputs(
-            rotation=Rotation(shape(H, head_dim // 2, 2, dtype=jnp.uint32), shape(H, head_dim // 2, dtype=jnp.float32))
+            rotation=KeyRotation(
+                shape(H, head_dim // 2, 2, dtype=jnp.uint32), shape(H, head_dim // 2, dtype=jnp.float32)
+            )
         )
     if kind.endswith("distance bias"):
         inputs = AttentionInputs(distance_bias=shape(H, length, dtype=jnp.float32))  # of each distance its own

@@ -39,7 +39,7 @@ from pe_lab.config import ModelConfig, from_dict
 from pe_lab.errors import UserError
 from pe_lab.identity import machine, versions
 from pe_lab.language_model import LanguageModel
-from pe_lab.model import Model, Statistics, preset
+from pe_lab.model import GenerationStatistics, Model, preset
 from pe_lab.parallel import start_processes
 from pe_lab.parallel.host_memory import keep_freed_memory
 from pe_lab.positional import Rope, layers
@@ -59,7 +59,7 @@ class Ours:
 
     def run(self, prompts: np.ndarray, new: int) -> dict[str, Any]:
         """Seconds of prefill and decoding, processor seconds, and the new ids [B, new]."""
-        found, cpu = Statistics(), time.process_time()
+        found, cpu = GenerationStatistics(), time.process_time()
         ids = self.lm.generate(prompts, max_new_tokens=new, eos_ids=(), statistics=found)
         return {
             "prefill": found.prefill_seconds,

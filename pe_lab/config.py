@@ -10,10 +10,12 @@ from typing import Any, Literal
 from pe_lab.config_codec import INT32, OMIT_DEFAULT, SEED, number
 from pe_lab.config_codec import check_bounds as check_bounds
 from pe_lab.config_codec import check_key as check_key
+from pe_lab.config_codec import field_types as field_types
 from pe_lab.config_codec import from_dict as from_dict
-from pe_lab.config_codec import register_descriptions as register_descriptions
+from pe_lab.config_codec import kind_name as kind_name
 from pe_lab.config_codec import register_kind as register_kind
 from pe_lab.config_codec import to_json as to_json
+from pe_lab.config_codec import with_descriptions as with_descriptions
 from pe_lab.errors import ConfigError
 
 
@@ -44,6 +46,7 @@ class ModelConfig:
     norm: str = "rms"  # of the residual stream: rms | rms_plus_one (scaled by 1 + w, Gemma) | layer
     activation: str = "silu"  # silu | gelu_tanh | gelu (the exact one) | relu2
     gated_mlp: bool = True  # down(activation(gate x) * up x), or else down(activation(up x))
+    feed_forward: str = field(default="", metadata=OMIT_DEFAULT)  # a registered module in the place of the MLP
     parallel_block: bool = False  # x + attention(norm x) + mlp(norm x), or else sequential
     tie_embeddings: bool = True
     scale_embeddings: bool = False  # the input embedding times sqrt(d_model) (Gemma)

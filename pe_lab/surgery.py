@@ -43,7 +43,7 @@ from pe_lab.positional import (
 )
 from pe_lab.positional.codec import numbers_and_ranges, ranges
 from pe_lab.positional.registry import registered_name
-from pe_lab.positional.schemes.gates import GatedRope, gates
+from pe_lab.positional.schemes.rotations import GatedRope, gates
 from pe_lab.storage import check_checkpoints, check_place
 from pe_lab.terminal import argument_parser, bounded, positive, works_on
 

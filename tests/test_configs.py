@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import functools
 import json
 import math
@@ -84,28 +83,14 @@ def test_references_include_documented_arguments():
     assert {path.name for path in CONFIGS.glob("*.py")} - laptop == {name for name, _ in _plan_commands()}
 
 
-def _earlier(value: object) -> object:
-    """A description as JSON with the kinds that earlier versions wrote: the names of the classes."""
-    if dataclasses.is_dataclass(value):
-        fields = {f.name: _earlier(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        return {"kind": type(value).__name__, **{k: v for k, v in fields.items() if k != "sigma"}}
-    return [_earlier(item) for item in value] if isinstance(value, list | tuple) else value
-
-
 @pytest.mark.parametrize("path", [path.name for path in sorted(CONFIGS.glob("*.py"))])
 def test_a_recipe_read_from_its_json_is_the_same_experiment(path):
-    """Also from the JSON of earlier versions, whose runs must go on."""
     for reference in [r for r in _references() if r.partition(":")[0] == path]:
         config = _load(reference)
-        plain = json.loads(json.dumps(to_json(config)))
-        earlier = {**plain, "phases": [dict(phase) for phase in plain["phases"]]}
-        for phase, written in zip(config.phases, earlier["phases"], strict=True):
-            written["positional"] = _earlier(phase.positional)
+        read = from_dict(Config, json.loads(json.dumps(to_json(config))))
         wanted = [(plan.config, plan.layers, plan.qk_norm) for plan in plan_phases(config)]
-        for tree in (plain, json.loads(json.dumps(earlier))):
-            read = from_dict(Config, tree)
-            assert config_hash(read) == config_hash(config)
-            assert [(plan.config, plan.layers, plan.qk_norm) for plan in plan_phases(read)] == wanted
+        assert config_hash(read) == config_hash(config)
+        assert [(plan.config, plan.layers, plan.qk_norm) for plan in plan_phases(read)] == wanted
 
 
 @pytest.mark.parametrize("reference", _references())

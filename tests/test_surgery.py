@@ -264,8 +264,8 @@ def test_bad_edits_of_heads_and_norms_write_nothing(run, tmp_path, monkeypatch, 
         pytest.param("parts-fast", "ascending", (1, 1), Bands(2 * math.pi / 16, "fast"), marks=pytest.mark.slow),
         pytest.param("parts-slow", "ascending", (1, 1), Bands(2 * math.pi / 16, "slow"), marks=pytest.mark.slow),
         ("gaussian", "ascending", (1, 1), None),
-        pytest.param("gaussian-unit", "ascending", (1, 1), Gaussian(42, 1.0), marks=pytest.mark.slow),
-        ("gaussian-unit --dope-seed=7 --dope-sigma=0.5", "ascending", (1, 1), Gaussian(7, 0.5)),
+        pytest.param("gaussian-unit", "ascending", (1, 1), Gaussian(42, 1.0, same=True), marks=pytest.mark.slow),
+        ("gaussian-unit --dope-seed=7 --dope-sigma=0.5", "ascending", (1, 1), Gaussian(7, 0.5, same=True)),
     ],
 )
 def test_heads_are_masked_by_their_scores(run, tmp_path, capsys, dope, order, head, kind):

@@ -89,8 +89,8 @@ def by_pair(x: Float[jax.Array, "... K"], y: Float[jax.Array, "... K"]) -> Float
 def _of_layer(view: LayerView, data: Any) -> tuple[jax.Array, ...]:
     encoding, H, G = view.encoding, view.query.shape[2], view.key.shape[2]
     refuse_hooks(encoding.hooks, "The use of frequencies is measured")
-    query = encode_queries(view.query, encoding, G, view.positions)
-    keys = encode_keys(view.key, encoding, H, view.positions)
+    query = encode_queries(view.query, encoding, G)
+    keys = encode_keys(view.key, encoding, H)
     common = dict(positions=view.positions, segments=view.segments, window=view.window)
     run = dict(implementation="chunked", chunk=view.block, backward=False, **common)
     # Attention whose values are the rotated keys: the mean attended key of every query.

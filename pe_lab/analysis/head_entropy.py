@@ -181,8 +181,8 @@ def gram(x: Float[Array, "B T heads K"], lengths: Int[Array, " B"], block: int) 
 def _grams(view: LayerView, lengths: Int[Array, " B"]) -> tuple[jax.Array, ...]:
     H, G = view.query.shape[2], view.key.shape[2]
     query, key = hook_encoded(view)
-    query = encode_queries(query, view.encoding, G, view.positions)
-    key = encode_keys(key, view.encoding, H, view.positions)
+    query = encode_queries(query, view.encoding, G)
+    key = encode_keys(key, view.encoding, H)
     return tuple(gram(x, lengths, view.block) for x in (view.query, view.key, query, key))
 
 

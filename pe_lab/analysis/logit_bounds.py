@@ -70,9 +70,9 @@ def measure(lm: LanguageModel, tokens: Tokens, layers: Sequence[int] | None = No
 def _of_layer(view: LayerView, data: Any) -> tuple[jax.Array, ...]:
     B, T, H, K = view.query.shape
     refuse_hooks(view.encoding.hooks, "Bounds of logits are measured")
-    query = encode_queries(view.query, view.encoding, view.key.shape[2], view.positions)
+    query = encode_queries(view.query, view.encoding, view.key.shape[2])
     query = query.astype(jnp.float32) * view.encoding.scale(K)
-    key = encode_keys(view.key, view.encoding, H, view.positions)
+    key = encode_keys(view.key, view.encoding, H)
     key = jnp.repeat(key.astype(jnp.float32), H // key.shape[2], axis=2)
     index = jnp.arange(T)
     if view.segments is None:

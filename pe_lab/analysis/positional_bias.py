@@ -116,14 +116,14 @@ class _BiasOfLayer:
         def encode(weights: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
             block = self.model.block({**view.params, "attention": {**attention, **weights}})
             query, key, _ = block.attention.queries_keys_values(block.attention_norm(x))
-            query = encode_queries(query, encoding, G, view.positions) * encoding.scale(query.shape[-1])
-            key = encode_keys(key, encoding, H, view.positions)
+            query = encode_queries(query, encoding, G) * encoding.scale(query.shape[-1])
+            key = encode_keys(key, encoding, H)
             return query, jnp.repeat(key, H // key.shape[2], axis=2)
 
         weights = {name: attention[name].astype(jnp.float32) for name in ("query", "key")}
         (query, key), to_weights = jax.vjp(encode, weights)
         bias, to_encoded = jax.vjp(functools.partial(_biases, encoding=encoding, view=view), query, key)
-        flat = self.model.config.qk_norm.endswith("flat") or encoding.noise is not None
+        flat = self.model.config.qk_norm.endswith("flat")
         # Of each key head one query head at a time; with `flat`, one head, since others' queries depend on its weights.
         chosen = _selections(B, np.arange(H) % (H if flat else H // G))
 
@@ -304,7 +304,7 @@ def groups_of(session: AnalysisSession, measured: Sequence[Mapping[str, np.ndarr
         first, name, arrays = members[0]
         chosen = session.layers(first.lm)
         schedule = first.at(session.length).schedule_for(session.length)
-        arrays_of = (schedule.inv_freq, schedule.alibi_slope, schedule.noise)  # a structure may be more general
+        arrays_of = (schedule.inv_freq, schedule.alibi_slope)  # a structure may be more general
         encoded = any(np.any(x) for x in arrays_of) or any(s.hooks for s in schedule.structure)
         stacked = {key: np.stack([one[key] for _, _, one in members]) for key in arrays}
         if random:

@@ -275,7 +275,7 @@ _ATTENTION_BIAS = {"attention_bias": ("attention_bias", False), "output_bias": (
 _MLP_BIAS = {"mlp_bias": ("mlp_bias", False)}
 _TIED = {"tie_embeddings": ("tie_word_embeddings", True)}
 
-_SEQUENTIAL = {"parallel_block": False, "gated_mlp": True, "scale_embeddings": False}
+_SEQUENTIAL = {"feed_forward": "", "parallel_block": False, "gated_mlp": True, "scale_embeddings": False}
 _LLAMA_BLOCK = _SEQUENTIAL | {"norm": "rms", "activation": "silu"}
 _GEMMA_BLOCK = _SEQUENTIAL | {"norm": "rms_plus_one", "activation": "gelu_tanh", "scale_embeddings": True}
 
@@ -330,7 +330,14 @@ FAMILIES: dict[str, Family] = {
             "gpt_neox",
             "GPTNeoXForCausalLM",
             _NEOX,
-            {"norm": "layer", "gated_mlp": False, "scale_embeddings": False, "qk_norm": "none", "mlp_bias": True},
+            {
+                "feed_forward": "",
+                "norm": "layer",
+                "gated_mlp": False,
+                "scale_embeddings": False,
+                "qk_norm": "none",
+                "mlp_bias": True,
+            },
             _EVERY_KEY
             | {
                 "kv_heads": ("num_attention_heads", None),

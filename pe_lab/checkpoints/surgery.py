@@ -65,7 +65,7 @@ def carried_parameters(parent: Checkpoint, layers: Sequence[Layer]) -> tuple[Par
     """The parent's parameters for these layers (see `model.learned.carried`), and what was done in words."""
     config = parent.model
     before, after = (layer_hooks(one, config.heads) for one in (parent.layers, layers))
-    return carried(parent.params, before, after, Model(config, hooks=after))
+    return carried(parent.params, before, after, Model(config).head_shape)
 
 
 def with_layers(checkpoint: Checkpoint, layers: tuple[Layer, ...]) -> Checkpoint:

@@ -29,7 +29,7 @@ from pe_lab.model.distillation import DistilledInputs, DistilledLoss, learns
 from pe_lab.model.learned import carried
 from pe_lab.parallel import AxisRules
 from pe_lab.positional import Schedule, build_schedule, check_sources, layer_hooks, layers
-from pe_lab.positional.path import SchedulePath
+from pe_lab.positional.transition import ScheduleTransition
 from pe_lab.storage import AnyPath, exists, read_bytes, write_file
 from pe_lab.training.logs import checkpoint_metadata, mark_complete, write_phase
 from pe_lab.training.plan import PhasePlan
@@ -108,7 +108,7 @@ def start_phase(
         params,
         layer_hooks(parent.layers, model.config.heads),
         schedule.hooks,
-        model,
+        model.head_shape,
         run.config.seed,
         shardings.state.params if parent.model.qk_norm == model.config.qk_norm else None,
     )
@@ -284,7 +284,7 @@ class StepInputs:
     distilled: tuple[DistilledLoss, DistilledInputs] | None = None
     flops: Flops = Flops(0.0, 0.0)
     teacher: tuple[Params, Schedule] | None = None
-    transition: SchedulePath | None = None
+    transition: ScheduleTransition | None = None
     until: float = 0.0
 
     def at(self, step: int) -> Any:
@@ -375,7 +375,7 @@ def _with_transition(
         else:
             raise ConfigError("start is 'init', and the phase starts at random. Name an encoding.")
         first = build_schedule(before, model.heads, model.kv_heads, model.head_dim, phase.config.sequence_length)
-        moved = SchedulePath(first, phase.schedule, how.how)
+        moved = ScheduleTransition(first, phase.schedule, how.how)
     except UserError as error:
         raise type(error)(f"{phase.where}.transition: {error}") from None
     until = how.until * phase.config.steps

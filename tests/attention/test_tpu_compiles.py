@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pe_lab.attention.kernels.tpu import tpu_key_block
 from pe_lab.attention.kernels.tpu_gradient import tpu_key_block_gradient
-from pe_lab.attention.key_block import AttentionInputs, Noise, Rotation
+from pe_lab.attention.key_block import AttentionInputs, KeyRotation
 from pe_lab.parallel.ahead_of_time import libtpu_version, topology_devices
 from pe_lab.parallel.topology import parse_topology
 
@@ -86,10 +86,9 @@ def test_all_features_at_once_compile(chip, K, dtype):
     H, G, S = 6, 2, 1000
 
     def arguments(shape, T):
-        rotation = Rotation(shape(H, K // 2, 2, dtype=jnp.uint32), shape(H, K // 2, dtype=jnp.float32))
-        noise = Noise(shape(H, dtype=jnp.uint32), shape(2, S, dtype=jnp.float32)) if T != 5 else None
+        rotation = KeyRotation(shape(H, K // 2, 2, dtype=jnp.uint32), shape(H, K // 2, dtype=jnp.float32))
         keys = shape(3, 2, G, S, K, dtype=dtype)
-        return shape(2, H, T, K, dtype=dtype), keys, keys, _inputs(shape, H, T, S, rotation=rotation, noise=noise)
+        return shape(2, H, T, K, dtype=dtype), keys, keys, _inputs(shape, H, T, S, rotation=rotation)
 
     for T in (1, 5, 200, 1000):
         lowered = _lowered(chip, functools.partial(tpu_key_block, layer=1), functools.partial(arguments, T=T))

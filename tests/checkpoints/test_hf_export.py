@@ -25,12 +25,11 @@ from pe_lab.positional import (
     Layer,
     LongRope,
     NoPE,
-    NotebookBias,
-    NotebookYarn,
     PartialRope,
     Rope,
     Yarn,
 )
+from pe_lab.positional.notebook import NotebookBias, NotebookYarn
 
 LLAMA = ModelConfig(
     vocab_size=64, layers=4, d_model=32, d_ff=48, heads=4, kv_heads=2, tie_embeddings=False, dtype="float32"

@@ -15,7 +15,8 @@ from jaxtyping import Bool, Float, Int
 
 from pe_lab.lab.theory.rotary import BASE, HEAD_DIM, Distances, channels, pairs, rotated
 from pe_lab.lab.theory.statement import Statement, statement
-from pe_lab.positional import NTK, NoPE, NotebookBias, NotebookNTK, NotebookYarn, Rope, frequencies
+from pe_lab.positional import NTK, NoPE, Rope, frequencies
+from pe_lab.positional.notebook import NotebookBias, NotebookNTK, NotebookYarn
 
 PAPER = "pe_notebook"
 TRAINED, TESTED, FIGURE = 128, 12_092, 4_096  # tokens; the figure's label says 4,096 and its code 12,092

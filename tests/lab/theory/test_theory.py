@@ -26,8 +26,8 @@ from pe_lab.lab.theory.rotary import (
     octave_means,
     rotated,
 )
-from pe_lab.positional import NoPE, NotebookYarn, Rope, apply_rope, frequencies
-from pe_lab.positional.notebook import warped_angles
+from pe_lab.positional import NoPE, Rope, apply_rope, frequencies
+from pe_lab.positional.notebook import NotebookYarn, warped_angles
 from pe_lab.positional.rotation import fixed_point_frequencies
 
 INV_FREQ = frequencies(Rope(BASE), HEAD_DIM)[0]

@@ -1,4 +1,4 @@
-"""A path between two schedules: the encodings of all layers change gradually, without compiling anything again."""
+"""A transition between two schedules: the encodings of all layers change gradually, in one compiled program."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ How = Literal["scale", "pairs", "layers"]
 
 
 @dataclasses.dataclass(frozen=True)
-class SchedulePath:
+class ScheduleTransition:
     """From one schedule to another. Frequencies, gains, slopes and logit scales move linearly.
 
     Attributes:
-      start, end: with equal windows, hooks and noise.
+      start, end: with equal windows and hooks.
       how: `scale`: everything together; towards NoPE all angles shrink. `pairs`: the pairs of a head one after another,
         those that rotate slowest in `start` first: towards NoPE the model is p-RoPE with a falling fraction. `layers`:
         one layer after another, the last one first.
@@ -36,10 +36,10 @@ class SchedulePath:
 
     def __post_init__(self) -> None:
         for n, (a, b) in enumerate(zip(self.start.structure, self.end.structure, strict=True)):
-            if (a.window, a.hooks, a.noisy) != (b.window, b.hooks, b.noisy):
+            if (a.window, a.hooks) != (b.window, b.hooks):
                 raise ConfigError(
-                    f"There is no gradual way for layer {n}: its window, its noise or its encodings with hooks change, "
-                    "and only frequencies, gains, slopes and logit scales can move."
+                    f"There is no gradual way for layer {n}: its window or its encodings with hooks change, and only "
+                    " frequencies, gains, slopes and logit scales can move."
                 )
 
     def at(self, t: float) -> Schedule:
