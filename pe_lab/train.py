@@ -33,7 +33,7 @@ from pe_lab.training.ledger import FILE as LEDGER
 from pe_lab.training.ledger import Ledger, balance, read_ledger
 from pe_lab.training.machine import peak_flops
 from pe_lab.training.profiling import Profiler, parse_steps
-from pe_lab.training.workdir import claim_workdir, saved_config, working_alone, write_run
+from pe_lab.training.workdir import check_workdir, saved_config, working_alone, write_run
 
 
 def parser() -> argparse.ArgumentParser:
@@ -86,7 +86,7 @@ def _train(argv: Sequence[str], stops: StopRequests) -> int:
             raise ConfigError(f"--extend: there is no run in '{workdir}'. A new one has the steps of its recipe.")
         start_processes()  # the rate at the end of the former schedule is computed, which starts a backend
         config = extend(config, workdir, args.extend)
-    before = claim_workdir(workdir, config)
+    before = check_workdir(workdir, config)
     start_processes()
     stops.take_sigterm()
     watch_maintenance()

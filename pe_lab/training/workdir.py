@@ -39,7 +39,7 @@ from pe_lab.training.machine import machine, versions
 RUN_FILE, LEASE_FILE = "run.json", "lease.json"
 
 
-def claim_workdir(workdir: AnyPath, config: Config) -> dict[str, Any]:
+def check_workdir(workdir: AnyPath, config: Config) -> dict[str, Any]:
     """Checks that a run of `config` may be written to `workdir`, and returns its run.json, {} if there is none.
 
     Writes nothing; a damaged run.json of this run is renamed.
