@@ -15,22 +15,22 @@ from typing import Any
 import numpy as np
 
 from pe_lab import storage
-from pe_lab.checkpoints import Checkpoint, is_external, open_checkpoint, open_source
+from pe_lab.checkpoints.checkpoint import Checkpoint, is_external, open_checkpoint, open_source
 from pe_lab.checkpoints.families import FAMILIES, leaf_paths
-from pe_lab.checkpoints.hf_export import DTYPES, Export, plan_export, write_huggingface
-from pe_lab.checkpoints.locating import DIRECTORY
+from pe_lab.checkpoints.huggingface import DTYPES, Export, plan_export, write_huggingface
+from pe_lab.checkpoints.locating import DIRECTORY, check_checkpoints
 from pe_lab.checkpoints.native import write_checkpoint
-from pe_lab.checkpoints.parity import LAST_POSITION, Verdict, compare, find_python, fits_twice
+from pe_lab.checkpoints.parity import LAST_POSITION, Parity, compare, find_python, fits_twice
 from pe_lab.checkpoints.rope_parameters import declared_length
 from pe_lab.checkpoints.runtimes import report
-from pe_lab.checkpoints.source import Source, nested
+from pe_lab.checkpoints.source import CheckpointSource, nested
 from pe_lab.data.tokenizers import Tokenizer, check_vocabulary, export_tokenizer, load_tokenizer, save_tokenizer
 from pe_lab.data.tokenizers.companions import CONFIGURATION, GENERATION
 from pe_lab.errors import CheckpointError, ConfigError, UnsupportedError
 from pe_lab.model import Model
 from pe_lab.parallel import hide_absent_tpu
 from pe_lab.positional import Layer, Rope, build_schedule, describe
-from pe_lab.storage import AnyPath, check_checkpoints, check_place, new_directory, write_json
+from pe_lab.storage import AnyPath, check_place, new_directory, write_json
 from pe_lab.storage.manifest import manifest_of
 from pe_lab.terminal import Progress, argument_parser, console, positive, works_on
 
@@ -111,7 +111,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def import_checkpoint(
-    source: Source, tokenizer: Tokenizer | None, to: AnyPath, args: argparse.Namespace, python: str | None
+    source: CheckpointSource, tokenizer: Tokenizer | None, to: AnyPath, args: argparse.Namespace, python: str | None
 ) -> None:
     """Writes an external checkpoint as a native one."""
     if not is_external(args.source):
@@ -152,7 +152,7 @@ def _plain(layer: Layer) -> bool:
 
 
 def export_checkpoint(
-    source: Source, tokenizer: Tokenizer | None, to: AnyPath, args: argparse.Namespace, python: str | None
+    source: CheckpointSource, tokenizer: Tokenizer | None, to: AnyPath, args: argparse.Namespace, python: str | None
 ) -> None:
     """Writes any checkpoint as a Hugging Face directory."""
     export = plan_export(source, args.family, args.dtype, args.length, args.max_length)
@@ -229,7 +229,7 @@ def _as_exported(args: argparse.Namespace, export: Export) -> Checkpoint:
 
 
 def _check_parity(
-    args: argparse.Namespace, python: str | None, model: Model, judge: Callable[[str], Sequence[Verdict]]
+    args: argparse.Namespace, python: str | None, model: Model, judge: Callable[[str], Sequence[Parity]]
 ) -> None:
     """Prints the verdict of the parity check, or why it was not made; `CheckpointError` if the logits differ."""
     if args.parity == "off":

@@ -24,7 +24,7 @@ from pe_lab.evaluation.targets import weight_shards
 from pe_lab.model import Model
 from pe_lab.output import work_on
 from pe_lab.parallel import AxisRules, make_mesh, start_processes, use_mesh
-from pe_lab.parallel.ahead_of_time import NoCompiler, compiler_name, topology_devices
+from pe_lab.parallel.compiler import NoCompiler, compiler_name, topology_devices
 from pe_lab.parallel.topology import KNOWN, parse_topology
 from pe_lab.planning.advice import ruled_out, step_advice
 from pe_lab.planning.compiled_memory import Compiled, OutOfMemory

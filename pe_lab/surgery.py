@@ -13,13 +13,16 @@ import numpy as np
 
 from pe_lab import storage
 from pe_lab.analysis.drop_choice import SEQUENCES, choose_layers, session_of
-from pe_lab.checkpoints import is_external, open_checkpoint
-from pe_lab.checkpoints.checkpoint import Checkpoint
-from pe_lab.checkpoints.locating import DIRECTORY
-from pe_lab.checkpoints.logit_scale import how_to_fit, read_logit_scale
-from pe_lab.checkpoints.qk_norm import change_qk_norm
-from pe_lab.checkpoints.surgery import NOTHING, carried_parameters, change, write_child
-from pe_lab.checkpoints.weights import weights_digest
+from pe_lab.checkpoints.checkpoint import (
+    Checkpoint,
+    how_to_fit,
+    is_external,
+    open_checkpoint,
+    read_logit_scale,
+    weights_digest,
+)
+from pe_lab.checkpoints.locating import DIRECTORY, check_checkpoints
+from pe_lab.checkpoints.surgery import NOTHING, carried_parameters, change, change_qk_norm, write_child
 from pe_lab.config import DataConfig, from_dict
 from pe_lab.data.held_out import validation_batches
 from pe_lab.data.tokenizers import load_tokenizer, save_tokenizer
@@ -44,7 +47,7 @@ from pe_lab.positional import (
 from pe_lab.positional.codec import numbers_and_ranges, ranges
 from pe_lab.positional.registry import registered_name
 from pe_lab.positional.schemes.gates import GatedRope, gates
-from pe_lab.storage import check_checkpoints, check_place
+from pe_lab.storage import check_place
 from pe_lab.terminal import argument_parser, bounded, positive, works_on
 
 FIT_WINDOWS, FIT_LENGTH = 8, 1024  # windows to fit a QK-norm's constants on, and the most tokens of each

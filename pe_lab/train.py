@@ -22,8 +22,7 @@ import jax
 from pe_lab.config import INT32
 from pe_lab.errors import ConfigError
 from pe_lab.parallel import has_accelerator, keep_freed_memory, start_processes
-from pe_lab.parallel.lost_processes import lost_processes
-from pe_lab.parallel.stopping import Stopped, StopRequests, stop_requests, watch_maintenance
+from pe_lab.parallel.stopping import Stopped, StopRequests, lost_processes, stop_requests, watch_maintenance
 from pe_lab.recipes import load_config, split_overrides
 from pe_lab.storage import AnyPath
 from pe_lab.training import Run, open_run, train_phase

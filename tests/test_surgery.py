@@ -24,7 +24,7 @@ from tiny_runs import (  # noqa: F401
 )
 
 import pe_lab
-from pe_lab.checkpoints import open_checkpoint
+from pe_lab.checkpoints.checkpoint import open_checkpoint
 from pe_lab.errors import UserError
 from pe_lab.positional import Alibi, Bands, Gaussian, Layer, NoPE, Rope, Uniform, Yarn
 from pe_lab.positional.codec import numbers_and_ranges

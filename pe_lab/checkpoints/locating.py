@@ -1,27 +1,77 @@
-"""Finds checkpoints: the directories of a run, which of their steps are complete and whole, and their metadata."""
+"""Finds checkpoints: the directories of a run, which of their steps are complete and whole, and their metadata.
+
+Nothing here imports JAX: `pe_lab.verify` needs no more than this.
+"""
 
 from __future__ import annotations
 
+import os
+import uuid
 from typing import Any
 
 from pe_lab import storage
-from pe_lab.errors import CheckpointError, DataError, excerpt
-from pe_lab.storage import AnyPath, absolute, children, exists, is_file, json_object, kvstore, read_bytes
+from pe_lab.errors import CheckpointError, ConfigError, DataError, excerpt
+from pe_lab.storage import AnyPath, absolute, children, exists, is_file, is_remote, json_object, kvstore, read_bytes
 from pe_lab.storage.manifest import MANIFEST, Damage, Manifest
 from pe_lab.terminal import console
 
 DIRECTORY = "checkpoints"  # of a phase; has one directory per step
 UNREADABLE = "unreadable"  # of a phase; has checkpoints that could not be read
 FORMER = "former"  # of a phase; has checkpoints that an extension did not go on from
-FORMAT = 3
+FORMAT = 1  # of the metadata
+PATH_BYTES, NAME_BYTES = 4095, 255  # of a path, and of a name in it, on Linux
+BELOW_BYTES = 200  # of the path of a checkpoint's file below the directory of the steps, while it is written
 SET_ASIDE = "Move it out of its directory, and training goes on from the one before it."  # what to do about damage
-# Names of parameters in the files of earlier formats.
-FORMER_NAMES: dict[int, dict[str, str]] = {1: {"token_embedder": "trunk"}, 2: {}}
+
+
+def check_checkpoints(option: str, directory: AnyPath) -> None:
+    """Refuses a directory below which Orbax cannot write checkpoints, before there is one.
+
+    tensorstore takes a backslash for a slash, and refuses names that are not UTF-8 or end in its own suffixes.
+
+    Args:
+      option: what named it, for messages.
+      directory: which may not exist yet.
+
+    Raises:
+      ConfigError: the name is not taken as it is, or is so long that those of the files below it would be too long.
+    """
+    if is_remote(directory):
+        return
+    import tensorstore as ts
+
+    path = f"{absolute(directory)}/"
+    try:
+        taken = ts.KvStore.Spec({"driver": "file", "path": path}).to_json()["path"]
+    except (ValueError, RuntimeError):  # the latter for what is not UTF-8
+        taken = ""
+    what = f"{option} '{directory}'"
+    if taken != path:
+        raise ConfigError(
+            f"{what}: tensorstore, which writes checkpoints, cannot take this name. Choose one of UTF-8 text, without "
+            "a backslash."
+        )
+    size, longest = (
+        len(os.fsencode(path)) + BELOW_BYTES,
+        max(len(os.fsencode(part)) for part in absolute(directory).parts),
+    )
+    if size > PATH_BYTES or longest > NAME_BYTES:
+        raise ConfigError(f"{what}: the names of the checkpoints' files would be too long. Choose a shorter one.")
 
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's message."""
     return excerpt((str(error).strip().splitlines() or [type(error).__name__])[0])
+
+
+def new_id() -> str:
+    """A unique name for a checkpoint."""
+    return uuid.uuid4().hex[:12]
+
+
+def lineage_entry(what: str, checkpoint_id: str, path: str, step: int) -> dict[str, Any]:
+    """One entry of a checkpoint's lineage."""
+    return {"id": checkpoint_id, "what": what, "path": path, "step": step}
 
 
 def metadata_file(path: AnyPath) -> AnyPath:
@@ -39,9 +89,9 @@ def stored_metadata(path: AnyPath) -> dict[str, Any]:
         ) from None
     if metadata is None:
         raise CheckpointError(f"The checkpoint '{path}' cannot be read (its metadata is no JSON object).")
-    if metadata.get("format") not in (FORMAT, *FORMER_NAMES):
+    if metadata.get("format") != FORMAT:
         raise CheckpointError(
-            f"The checkpoint '{path}' has format {metadata.get('format')}; this version reads up to {FORMAT}."
+            f"The checkpoint '{path}' has format {metadata.get('format')}; this version reads {FORMAT}."
         )
     return metadata
 
@@ -73,14 +123,8 @@ _KINDS: dict[str, type] = {
 }
 
 
-def read_manifest(path: AnyPath) -> Manifest | None:
-    """The manifest of the checkpoint at `path`; None for one of an earlier version, which has none.
-
-    Raises:
-      CheckpointError: it is missing, damaged, or another step's.
-    """
-    if not is_file(path / MANIFEST) and _is_former(path):
-        return None
+def read_manifest(path: AnyPath) -> Manifest:
+    """The manifest of the checkpoint at `path`; `CheckpointError` if it is missing, damaged, or another step's."""
     try:
         manifest = Manifest.read(path)
     except DataError as error:
@@ -105,14 +149,6 @@ def _is_description(arrays: Any) -> bool:
     )
 
 
-def _is_former(path: AnyPath) -> bool:
-    """Whether a directory is a checkpoint of a version without manifests."""
-    try:
-        return stored_metadata(path)["format"] < FORMAT and bool(children(path / "params"))
-    except CheckpointError:
-        return False
-
-
 def is_step(path: AnyPath) -> bool:
     """Whether a directory has the name of a step."""
     return path.name.isascii() and path.name.isdecimal()
@@ -120,7 +156,7 @@ def is_step(path: AnyPath) -> bool:
 
 def is_checkpoint(path: AnyPath) -> bool:
     """Whether a directory is a committed checkpoint: its manifest was written last."""
-    return is_step(path) and (is_file(path / MANIFEST) or _is_former(path))
+    return is_step(path) and is_file(path / MANIFEST)
 
 
 def steps_in(directory: AnyPath) -> list[int]:
@@ -134,7 +170,7 @@ def quick_damage(path: AnyPath) -> list[Damage]:
         manifest = read_manifest(path)
     except CheckpointError as error:
         return [Damage(MANIFEST, f"cannot be used: {error}")]
-    return manifest.quick_damage(path) if manifest else []
+    return manifest.quick_damage(path)
 
 
 def database(directory: AnyPath) -> dict[str, Any]:

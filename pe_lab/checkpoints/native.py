@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import logging
 import math
 import shutil
 from collections.abc import Callable, Mapping
@@ -17,29 +16,29 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 from jaxtyping import Shaped
 
-from pe_lab.checkpoints.checkpoint import metadata_of, new_id
 from pe_lab.checkpoints.families import canonical_leaf, leaf_paths
 from pe_lab.checkpoints.locating import (
     DIRECTORY,
-    FORMER_NAMES,
     SET_ASIDE,
     absent_arrays,
     database,
     first_line,
+    lineage_entry,
+    new_id,
     read_manifest,
     read_metadata,
     resolve,
     tokenizer_directory,
 )
-from pe_lab.checkpoints.source import Source, blocks, check_finite, nested, shardings
-from pe_lab.checkpoints.store import Store, templates
-from pe_lab.checkpoints.surgery import lineage_entry
+from pe_lab.checkpoints.orbax import checkpointer, quiet
+from pe_lab.checkpoints.source import CheckpointSource, blocks, check_finite, nested, shardings
+from pe_lab.checkpoints.store import Store, metadata_of, templates
 from pe_lab.config import ModelConfig, from_dict
 from pe_lab.errors import CheckpointError, ConfigError, EncodingError, excerpt
 from pe_lab.model import Model, Params
 from pe_lab.parallel import AxisRules
 from pe_lab.positional import Layer, Layout, check_sources, from_json, layer_hooks
-from pe_lab.storage import AnyPath, enable_orbax
+from pe_lab.storage import AnyPath
 from pe_lab.storage.manifest import manifest_of
 
 # Of decoded chunks: a checkpoint of one device has one chunk per leaf, and layers are read from it one by one.
@@ -47,8 +46,8 @@ _CACHE_BYTES = 2**30
 _FILE_BYTES = 2**28  # of an Orbax data file: its content stays in memory until the file is full
 
 
-class NativeSource(Source):
-    """See `Source`: a native checkpoint at any path that `store.resolve` takes.
+class NativeSource(CheckpointSource):
+    """See `CheckpointSource`: a native checkpoint at any path that `store.resolve` takes.
 
     Raises:
       CheckpointError: there is no checkpoint, or it is damaged.
@@ -114,16 +113,13 @@ class NativeSource(Source):
         import tensorstore as ts
 
         if not self._verified:
-            manifest = read_manifest(self.path)
-            if manifest and (damage := manifest.damage(self.path, lambda name, _: name.startswith("params/"))):
+            if damage := read_manifest(self.path).damage(self.path, lambda name, _: name.startswith("params/")):
                 raise CheckpointError(f"The checkpoint '{self.path}' is damaged ({damage[0]}). {SET_ASIDE}")
             self._verified = True
         if leaf not in self._opened:
-            head, _, rest = leaf.partition(".")
-            former = FORMER_NAMES.get(self.metadata["format"], {})
             spec = {
                 "driver": "zarr",
-                "kvstore": {**database(self.path / "params"), "path": f"{former.get(head, head)}.{rest}/"},
+                "kvstore": {**database(self.path / "params"), "path": f"{leaf}/"},
                 "context": {"cache_pool": {"total_bytes_limit": _CACHE_BYTES}},
             }
             try:
@@ -134,7 +130,7 @@ class NativeSource(Source):
         return self._opened[leaf]
 
     def read(self, leaf: str, layer: int | None = None, rows: slice = slice(None)) -> Shaped[np.ndarray, "..."]:
-        """See `Source`."""
+        """See `CheckpointSource`."""
         array = self._array(leaf)
         try:
             piece = array[rows if layer is None else layer].read().result()
@@ -146,7 +142,7 @@ class NativeSource(Source):
 class _Piecewise:
     """A leaf that Orbax saves piece by piece, without the whole leaf in memory."""
 
-    def __init__(self, source: Source, leaf: str, shape: tuple[int, ...]):
+    def __init__(self, source: CheckpointSource, leaf: str, shape: tuple[int, ...]):
         self.source, self.leaf, self.shape, self.dtype = source, leaf, shape, source.dtype
         self.ndim, self.size = len(shape), math.prod(shape)
         self.nbytes = self.size * self.dtype.itemsize
@@ -183,7 +179,7 @@ class _PiecewiseHandler(ocp.type_handlers.NumpyHandler):
 
 
 def write_checkpoint(
-    source: Source,
+    source: CheckpointSource,
     directory: Path,
     final: AnyPath,
     metadata: Mapping[str, Any],
@@ -223,13 +219,9 @@ def write_checkpoint(
         **metadata,
     )
     path = (directory / DIRECTORY / "0").absolute()
-    enable_orbax(path)
-    log = logging.getLogger("absl")
-    level = log.level
-    log.setLevel(logging.CRITICAL)  # Orbax logs its exceptions, in over a hundred lines
     try:
-        with contextlib.closing(ocp.Checkpointer(ocp.CompositeCheckpointHandler())) as checkpointer:
-            checkpointer.save(
+        with quiet(), contextlib.closing(checkpointer(path)) as writer:
+            writer.save(
                 path,
                 args=ocp.args.Composite(
                     params=ocp.args.PyTreeSave(nested(params), ocdbt_target_data_file_size=_FILE_BYTES),
@@ -239,8 +231,6 @@ def write_checkpoint(
     except Exception:
         if not handler.failures:
             raise
-    finally:
-        log.setLevel(level)
     if handler.failures:
         shutil.rmtree(directory / DIRECTORY, ignore_errors=True)  # Orbax takes the incomplete one for complete
         raise handler.failures[0]

@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 
 from pe_lab.config import MeshConfig
 from pe_lab.errors import ConfigError, did_you_mean
-from pe_lab.parallel.mesh import AXES, mesh_shape
 from pe_lab.parallel.processes import GPU_MEMORY_SHARE
+from pe_lab.parallel.sharding import AXES, mesh_shape
 
 GIB = 2**30
 MOST_CHIPS = 2**17
@@ -56,7 +56,7 @@ CHIPS = {
 }
 
 
-class Generation(NamedTuple):
+class TpuGeneration(NamedTuple):
     """A kind of TPU, as libtpu names its slices: dimensions of the shape, JAX devices of a chip, chip configuration."""
 
     dimensions: int
@@ -65,11 +65,11 @@ class Generation(NamedTuple):
 
 
 GENERATIONS = {
-    "v4": Generation(3, chip_config="megacore"),
-    "v5e": Generation(2),
-    "v5p": Generation(3),
-    "v6e": Generation(2),
-    "tpu7x": Generation(3, devices=2),
+    "v4": TpuGeneration(3, chip_config="megacore"),
+    "v5e": TpuGeneration(2),
+    "v5p": TpuGeneration(3),
+    "v6e": TpuGeneration(2),
+    "tpu7x": TpuGeneration(3, devices=2),
 }
 GPUS_OF_NODE = 8
 _ALIASES = {"gpu": "h100", "v7x": "tpu7x", "tpuv7x": "tpu7x", "ironwood": "tpu7x", "trillium": "v6e"}
@@ -135,7 +135,7 @@ def parse_topology(text: str, slices: int = 1) -> Topology:
     if name not in CHIPS and name != "cpu":
         near = did_you_mean(name, [*CHIPS, "gpu", "cpu", "local"])
         raise ConfigError(f"--topology: no chip is called '{name}'. {near} Examples: {KNOWN}.")
-    generation = GENERATIONS.get(name, Generation(1))
+    generation = GENERATIONS.get(name, TpuGeneration(1))
     example = {1: f"{name}:8", 2: f"{name}:4x4", 3: f"{name}:2x2x1"}[generation.dimensions]
     if not colon or not re.fullmatch("[1-9][0-9]{0,8}(x[1-9][0-9]{0,8})*", shape):
         what = "number of chips" if generation.dimensions == 1 else "shape"

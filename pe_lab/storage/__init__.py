@@ -1,4 +1,4 @@
-"""Files and directories, local and on object stores: atomic writes, JSON and JSON lines, logs, copies, Orbax on S3."""
+"""Files and directories, local and on object stores: atomic writes, JSON and JSON lines, logs, copies."""
 
 from pe_lab.storage.conditional import create_file, replace_file
 from pe_lab.storage.copies import copies_directory, local_copy
@@ -16,7 +16,6 @@ from pe_lab.storage.json_files import (
 )
 from pe_lab.storage.leases import LeaseTaken, lease, lease_is_live, owner_lives
 from pe_lab.storage.logs import AppendedLog, record_line
-from pe_lab.storage.orbax_paths import COMMIT_FILE, check_checkpoints, enable_orbax
 from pe_lab.storage.paths import (
     AnyPath,
     Entry,
@@ -34,6 +33,7 @@ from pe_lab.storage.paths import (
     read_bytes,
     remove,
     remove_tree,
+    s3_driver,
     store_errors,
 )
 from pe_lab.storage.segments import log_exists, read_log

@@ -20,7 +20,7 @@ from pe_lab.analysis.groups import SEEDS
 from pe_lab.config import Config
 from pe_lab.errors import ConfigError, UserError
 from pe_lab.identity import config_hash
-from pe_lab.parallel.mesh import AXES
+from pe_lab.parallel.sharding import AXES
 from pe_lab.recipes import explained, load_config
 from pe_lab.results.records import digest, number
 from pe_lab.storage import AnyPath, exists, is_file, read_json, write_file, write_json

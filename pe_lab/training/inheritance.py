@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from pe_lab import storage
-from pe_lab.checkpoints import open_source
-from pe_lab.checkpoints.source import Source
+from pe_lab.checkpoints.checkpoint import open_source
+from pe_lab.checkpoints.source import CheckpointSource
 from pe_lab.checkpoints.surgery import FREE_FIELDS
 from pe_lab.config import ModelConfig, check_name
 from pe_lab.data.tokenizers import KIND_FILE, Tokenizer, load_tokenizer, same_ids
@@ -130,14 +130,14 @@ def _of_checkpoint(index: int, path: str, wanted: list[tuple[str, str]]) -> dict
     return values
 
 
-def _described(source: Source) -> Any:
+def _described(source: CheckpointSource) -> Any:
     """The layers of a checkpoint for `positional`: one encoding if all layers have it, and nothing else."""
     first = source.layers[0]
     same = all(layer == first for layer in source.layers)
     return first.encoding if same and first == Layer(first.encoding) else [first] if same else list(source.layers)
 
 
-def check_tokenizer(source: Source, tokenizer: Tokenizer, where: str) -> None:
+def check_tokenizer(source: CheckpointSource, tokenizer: Tokenizer, where: str) -> None:
     """`ConfigError` if a checkpoint was trained with another tokenizer than the data's; `where` names the phase."""
     if not source.tokenizer:
         return

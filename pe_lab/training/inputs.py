@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pe_lab.checkpoints import open_checkpoint, open_source
+from pe_lab.checkpoints.checkpoint import open_checkpoint, open_source
 from pe_lab.checkpoints.surgery import FREE_FIELDS
 from pe_lab.config import DistillConfig, ModelConfig
 from pe_lab.errors import ConfigError, UserError

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from pe_lab.checkpoints.checkpoint import metadata_of
+from pe_lab.checkpoints.store import metadata_of
 from pe_lab.config import Config, to_json
 from pe_lab.errors import DataError
 from pe_lab.identity import config_hash

@@ -13,9 +13,9 @@ import jax
 from jax.sharding import Mesh
 
 from pe_lab import storage
-from pe_lab.checkpoints import is_external, open_source
+from pe_lab.checkpoints.checkpoint import is_external, open_source
 from pe_lab.checkpoints.locating import DIRECTORY, steps_in, stored_metadata
-from pe_lab.checkpoints.source import Source
+from pe_lab.checkpoints.source import CheckpointSource
 from pe_lab.checkpoints.surgery import check_same_shape
 from pe_lab.config import Config, PhaseConfig, check_bounds, check_name
 from pe_lab.data.held_out import validation_batches
@@ -193,7 +193,7 @@ def _set_position(pipeline: Pipeline, checkpoints: AnyPath) -> None:
                 pipeline.set_state(state)
 
 
-def _check_parent(config: Config, phase: PhasePlan, parent: Source, vocab_size: int = 0) -> None:
+def _check_parent(config: Config, phase: PhasePlan, parent: CheckpointSource, vocab_size: int = 0) -> None:
     """`ConfigError` if a phase's model has another shape than the checkpoint that it starts from.
 
     The vocabulary is the checkpoint's where it is not known yet: 0.

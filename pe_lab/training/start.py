@@ -13,12 +13,10 @@ import jax
 import numpy as np
 import optax
 
-from pe_lab.checkpoints import open_checkpoint
-from pe_lab.checkpoints.checkpoint import Checkpoint, new_id
-from pe_lab.checkpoints.locating import DIRECTORY, FORMER, first_line
-from pe_lab.checkpoints.qk_norm import change_qk_norm
+from pe_lab.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from pe_lab.checkpoints.locating import DIRECTORY, FORMER, first_line, lineage_entry, new_id
 from pe_lab.checkpoints.store import Store, templates
-from pe_lab.checkpoints.surgery import NOTHING, change, check_same_shape, lineage_entry
+from pe_lab.checkpoints.surgery import NOTHING, change, change_qk_norm, check_same_shape
 from pe_lab.errors import CheckpointError, DataError, EncodingError, StoreError
 from pe_lab.identity import change_text, changed, may_change
 from pe_lab.model import Model, Params

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from pe_lab.checkpoints.locating import DIRECTORY, find_checkpoints, steps_in, stored_metadata
+from pe_lab.checkpoints.locating import DIRECTORY, check_checkpoints, find_checkpoints, steps_in, stored_metadata
 from pe_lab.config import Config, to_json
 from pe_lab.data.tokenizers import KIND_FILE, Tokenizer, load_saved_tokenizer, save_tokenizer
 from pe_lab.errors import CheckpointError, ConfigError, UserError, redacted
@@ -21,7 +21,6 @@ from pe_lab.parallel import all_values
 from pe_lab.storage import (
     AnyPath,
     LeaseTaken,
-    check_checkpoints,
     children,
     exists,
     is_remote,

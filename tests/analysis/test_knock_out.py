@@ -22,7 +22,7 @@ from pe_lab.analysis.studies.knock_out import (
     without_heads,
 )
 from pe_lab.analysis.studies.knock_out_findings import Knocked, verdict
-from pe_lab.checkpoints import Checkpoint
+from pe_lab.checkpoints.checkpoint import Checkpoint
 from pe_lab.config import ModelConfig
 from pe_lab.data.tokenizers import load_tokenizer
 from pe_lab.evaluation.variants import Subject, Variant

@@ -19,7 +19,7 @@ from pe_lab.analysis.studies import layers as study
 from pe_lab.analysis.studies.layers import edited_layers, greedy_order, layer_costs
 from pe_lab.analysis.studies.layers_findings import Place
 from pe_lab.analysis.study import read_study, write_study
-from pe_lab.checkpoints import Checkpoint
+from pe_lab.checkpoints.checkpoint import Checkpoint
 from pe_lab.config import ModelConfig
 from pe_lab.data.tokenizers import load_tokenizer
 from pe_lab.errors import ConfigError

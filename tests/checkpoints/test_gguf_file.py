@@ -8,7 +8,8 @@ import pytest
 from checkpoints.external import DATA, as_array, golden, logits, read_tensors
 
 from pe_lab import load
-from pe_lab.checkpoints import open_checkpoint, source
+from pe_lab.checkpoints import source
+from pe_lab.checkpoints.checkpoint import open_checkpoint
 from pe_lab.checkpoints.gguf_file import GgufSource
 from pe_lab.convert import main
 from pe_lab.errors import UserError

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tiny_runs import compilations_kept, records, tiny, train  # noqa: F401
 
-from pe_lab.checkpoints import open_checkpoint
+from pe_lab.checkpoints.checkpoint import open_checkpoint
 from pe_lab.checkpoints.locating import steps_in
 from pe_lab.config import to_json
 from pe_lab.errors import ConfigError

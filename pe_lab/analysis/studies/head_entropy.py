@@ -32,7 +32,7 @@ from pe_lab.analysis.head_spectra import (
 from pe_lab.analysis.sequences import Sequences, add_arguments
 from pe_lab.analysis.session import Session
 from pe_lab.analysis.study import Findings, Study, TextTable
-from pe_lab.checkpoints.weights import weights_digest
+from pe_lab.checkpoints.checkpoint import weights_digest
 from pe_lab.errors import redacted
 from pe_lab.evaluation.variants import Variant
 from pe_lab.language_model import LanguageModel

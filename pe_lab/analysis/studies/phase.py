@@ -34,7 +34,7 @@ from pe_lab.analysis.phase_precision import (
     slowest_sine,
 )
 from pe_lab.analysis.study import Findings, Study, TextTable
-from pe_lab.checkpoints import open_source
+from pe_lab.checkpoints.checkpoint import open_source
 from pe_lab.errors import ConfigError
 from pe_lab.evaluation.plan import parse_length
 from pe_lab.evaluation.targets import locate_all, parse_steps
