@@ -25,10 +25,10 @@ from pe_lab.parallel import has_accelerator, keep_freed_memory, start_processes
 from pe_lab.parallel.stopping import Stopped, StopRequests, lost_processes, stop_requests, watch_maintenance
 from pe_lab.recipes import load_config, split_overrides
 from pe_lab.storage import AnyPath
+from pe_lab.storage.run_files import LEDGER_FILE
 from pe_lab.training import Run, open_run, train_phase
 from pe_lab.training.extension import extend, recorded
 from pe_lab.training.inheritance import inherit, workdir_of
-from pe_lab.training.ledger import FILE as LEDGER
 from pe_lab.training.ledger import Ledger, balance, read_ledger
 from pe_lab.training.machine import peak_flops
 from pe_lab.training.profiling import Profiler, parse_steps
@@ -110,7 +110,7 @@ def _train(argv: Sequence[str], stops: StopRequests) -> int:
 def _train_phases(run: Run, profiler: Profiler, out: Any) -> AnyPath:
     """Trains all phases, keeps the ledger, and returns the last checkpoint."""
     peak, previous = peak_flops(), None
-    ledger = Ledger(run.workdir / LEDGER if jax.process_index() == 0 else None)
+    ledger = Ledger(run.workdir / LEDGER_FILE if jax.process_index() == 0 else None)
     try:
         with lost_processes():
             for phase in run.phases:
@@ -120,7 +120,7 @@ def _train_phases(run: Run, profiler: Profiler, out: Any) -> AnyPath:
     finally:
         ledger.close()
         if ledger.opened:
-            out.print(f"time of this run: {balance(read_ledger(run.workdir / LEDGER))}")
+            out.print(f"time of this run: {balance(read_ledger(run.workdir / LEDGER_FILE))}")
     return previous
 
 

@@ -76,7 +76,7 @@ def test_dropped_by_surgery_and_exported(tmp_path, capsys):
 def test_another_type_and_another_family(tmp_path):
     assert main([f"--from={LLAMA}", f"--to=hf:{tmp_path / 'out'}", "--parity=off", "--dtype=bfloat16"]) == 0
     assert {kind for kind, _, _ in read_tensors(tmp_path / "out").values()} == {"BF16"}
-    options = ["--family=smollm3", "--gate=off"]  # the former name of --parity
+    options = ["--family=smollm3", "--parity=off"]
     assert main([f"--from=hf:{tmp_path / 'out'}", f"--to=hf:{tmp_path / 'again'}", *options]) == 0
     assert json.loads((tmp_path / "again/config.json").read_text())["model_type"] == "smollm3"
     tokens, expected = golden("llama")  # whose weights bfloat16 holds
@@ -283,7 +283,7 @@ def test_the_parity_check_may_be_left_out(fake, tmp_path, capsys, monkeypatch):
     assert main([f"--from={LLAMA}", f"--to={tmp_path / 'off'}", "--parity=off", fake(1.0)]) == 0
     assert "Logits not compared: --parity=off." in capsys.readouterr().out
     asked = []
-    monkeypatch.setattr(convert, "fits_twice", lambda size: asked.append(size))
+    monkeypatch.setattr(parity, "fits_twice", lambda size: asked.append(size))
     assert main([f"--from={LLAMA}", f"--to={tmp_path / 'large'}", "--parity=auto", fake(1.0)]) == 0
     assert "Logits not compared: memory cannot hold the model twice" in capsys.readouterr().out
     assert asked == [4 * Model(open_checkpoint(tmp_path / "large").model).num_parameters]  # bytes in float32

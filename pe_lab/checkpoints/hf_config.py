@@ -44,7 +44,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class HuggingFaceConfig:
-    """The content of a `config.json`: the family of the tensors, the attributes of a `CheckpointSource`, the heads' layout."""
+    """The content of a `config.json`: the family of the tensors, the attributes of a source, the heads' layout."""
 
     family: Family
     model: ModelConfig

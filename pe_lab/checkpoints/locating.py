@@ -5,13 +5,12 @@ Nothing here imports JAX: `pe_lab.verify` needs no more than this.
 
 from __future__ import annotations
 
-import os
 import uuid
 from typing import Any
 
 from pe_lab import storage
-from pe_lab.errors import CheckpointError, ConfigError, DataError, excerpt
-from pe_lab.storage import AnyPath, absolute, children, exists, is_file, is_remote, json_object, kvstore, read_bytes
+from pe_lab.errors import CheckpointError, DataError, excerpt
+from pe_lab.storage import AnyPath, absolute, children, exists, is_file, json_object, kvstore, read_bytes
 from pe_lab.storage.manifest import MANIFEST, Damage, Manifest
 from pe_lab.terminal import console
 
@@ -19,44 +18,7 @@ DIRECTORY = "checkpoints"  # of a phase; has one directory per step
 UNREADABLE = "unreadable"  # of a phase; has checkpoints that could not be read
 FORMER = "former"  # of a phase; has checkpoints that an extension did not go on from
 FORMAT = 1  # of the metadata
-PATH_BYTES, NAME_BYTES = 4095, 255  # of a path, and of a name in it, on Linux
-BELOW_BYTES = 200  # of the path of a checkpoint's file below the directory of the steps, while it is written
 SET_ASIDE = "Move it out of its directory, and training goes on from the one before it."  # what to do about damage
-
-
-def check_checkpoints(option: str, directory: AnyPath) -> None:
-    """Refuses a directory below which Orbax cannot write checkpoints, before there is one.
-
-    tensorstore takes a backslash for a slash, and refuses names that are not UTF-8 or end in its own suffixes.
-
-    Args:
-      option: what named it, for messages.
-      directory: which may not exist yet.
-
-    Raises:
-      ConfigError: the name is not taken as it is, or is so long that those of the files below it would be too long.
-    """
-    if is_remote(directory):
-        return
-    import tensorstore as ts
-
-    path = f"{absolute(directory)}/"
-    try:
-        taken = ts.KvStore.Spec({"driver": "file", "path": path}).to_json()["path"]
-    except (ValueError, RuntimeError):  # the latter for what is not UTF-8
-        taken = ""
-    what = f"{option} '{directory}'"
-    if taken != path:
-        raise ConfigError(
-            f"{what}: tensorstore, which writes checkpoints, cannot take this name. Choose one of UTF-8 text, without "
-            "a backslash."
-        )
-    size, longest = (
-        len(os.fsencode(path)) + BELOW_BYTES,
-        max(len(os.fsencode(part)) for part in absolute(directory).parts),
-    )
-    if size > PATH_BYTES or longest > NAME_BYTES:
-        raise ConfigError(f"{what}: the names of the checkpoints' files would be too long. Choose a shorter one.")
 
 
 def first_line(error: BaseException) -> str:

@@ -14,7 +14,6 @@ from typing import Any
 
 from pe_lab import storage
 from pe_lab.analysis.groups import SEEDS
-from pe_lab.checkpoints.locating import check_checkpoints
 from pe_lab.config import Config, from_dict, to_json
 from pe_lab.errors import ConfigError, DataError, UserError, redacted
 from pe_lab.identity import changed, config_hash, identity
@@ -126,7 +125,7 @@ def make_sweep(
         raise ConfigError(f"--config.{fixed[0]} sets a key that the grid or --seeds varies. Leave one of them out.")
     name = PurePath(split_reference(recipe)[0]).stem
     where = storage.path("--workdir", directory or f"runs/{name}_sweep")
-    check_checkpoints("--workdir", where)
+    storage.check_checkpoints("--workdir", where)
     cells = _checked(recipe, axes, numbers, overrides, where)
     description = {
         "recipe": recipe,

@@ -11,7 +11,6 @@ import jax
 
 from pe_lab.checkpoints.store import metadata_of
 from pe_lab.config import Config, to_json
-from pe_lab.errors import DataError
 from pe_lab.identity import config_hash
 from pe_lab.model import Flops
 from pe_lab.positional import describe, label
@@ -19,19 +18,16 @@ from pe_lab.positional.codec import ranges
 from pe_lab.storage import (
     AnyPath,
     AppendedLog,
-    read_records,
-    record_line,
     salvage_records,
     write_json,
 )
 from pe_lab.storage.manifest import salvage_sealed, sealed
+from pe_lab.storage.run_files import LOGS, PHASE_FILE, LogDigest, no_step
 from pe_lab.terminal import console
 from pe_lab.training.machine import Peak, versions
 from pe_lab.training.profiling import WAITS
 from pe_lab.training.run import PhasePlan, Run
 from pe_lab.training.trackers import Background, Session, numbers_of, open_trackers
-
-PHASE_FILE, LOGS = "phase.json", ("metrics", "speed", "spikes")
 
 
 class PhaseLogs:
@@ -52,7 +48,7 @@ class PhaseLogs:
         was when the checkpoint was saved (`expected`), a line says so. `config` of the run names the trackers; without
         it there is TensorBoard alone.
         """
-        self._digest, self.reached = _LogDigest(), -1  # the highest step that was logged before
+        self._digest, self.reached = LogDigest(), -1  # the highest step that was logged before
         self._logs: dict[str, AppendedLog] = {}
         self._directory = directory
         self._trackers: list[Background] = []
@@ -66,7 +62,7 @@ class PhaseLogs:
 
         for name in LOGS:
             path = directory / f"{name}.jsonl"
-            records = salvage_records(path, _no_step, console().print)
+            records = salvage_records(path, no_step, console().print)
             if name != "spikes" or records:
                 kept = [record for record in records if stays(record)]
                 self._logs[name] = AppendedLog(path, kept, waits=True)
@@ -110,52 +106,6 @@ class PhaseLogs:
         with contextlib.ExitStack() as stack:  # which begins with what came last
             for one in (*self._trackers, *self._logs.values()):
                 stack.callback(one.close)
-
-
-def _no_step(record: Mapping[str, Any]) -> str:
-    """Why a record of a log cannot be placed; "" if it can."""
-    step = record.get("step")
-    return "" if isinstance(step, int) and not isinstance(step, bool) else "no step"
-
-
-def log_damage(directory: AnyPath, name: str, step: int = 0, expected: Mapping[str, Any] | None = None) -> str:
-    """What is wrong with a log of a phase; "" if nothing is.
-
-    Args:
-      directory: of the phase.
-      name: one of `LOGS`.
-      step, expected: of its last checkpoint, and the `digest` of metrics.jsonl up to there.
-    """
-    path, digest = directory / f"{name}.jsonl", _LogDigest()
-    try:
-        for record in read_records(path, partial=True, check=_no_step):
-            if record["step"] <= step:
-                digest.add(record)
-    except DataError as error:
-        return str(error)
-    if name == "metrics" and expected not in (None, digest.value):
-        return f"{path} is not what was logged up to step {step}."
-    return ""
-
-
-class _LogDigest:
-    """The digest of metrics.jsonl without the records of rewinds, which stay when the log goes back to a checkpoint."""
-
-    def __init__(self) -> None:
-        import google_crc32c
-
-        self._checksum, self._size = google_crc32c.Checksum(), 0
-
-    def add(self, *records: Mapping[str, Any]) -> None:
-        for record in records:
-            if record.get("event") != "rewind":
-                line = record_line(record)
-                self._checksum.update(line)
-                self._size += len(line)
-
-    @property
-    def value(self) -> dict[str, Any]:
-        return {"size": self._size, "crc32c": self._checksum.hexdigest().decode()}
 
 
 def speed_record(
@@ -264,12 +214,12 @@ def mark_complete(directory: AnyPath, expected: Mapping[str, Any] | None = None)
         logs = {}
         for name in LOGS:
             told: list[str] = []
-            logs[name] = salvage_records(directory / f"{name}.jsonl", _no_step, told.append)
+            logs[name] = salvage_records(directory / f"{name}.jsonl", no_step, told.append)
             if told:
                 console().print(told[0])
                 AppendedLog(directory / f"{name}.jsonl", logs[name]).close()
         record = salvage_sealed(path, console().print)
-        found = _LogDigest()
+        found = LogDigest()
         found.add(*logs["metrics"])
         if expected not in (None, found.value):
             console().print(f"DAMAGED: {directory / 'metrics.jsonl'} is not what was logged")

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from pe_lab.checkpoints.locating import DIRECTORY, check_checkpoints, find_checkpoints, steps_in, stored_metadata
+from pe_lab.checkpoints.locating import DIRECTORY, find_checkpoints, steps_in, stored_metadata
 from pe_lab.config import Config, to_json
 from pe_lab.data.tokenizers import KIND_FILE, Tokenizer, load_saved_tokenizer, save_tokenizer
 from pe_lab.errors import CheckpointError, ConfigError, UserError, redacted
@@ -21,6 +21,7 @@ from pe_lab.parallel import all_values
 from pe_lab.storage import (
     AnyPath,
     LeaseTaken,
+    check_checkpoints,
     children,
     exists,
     is_remote,
@@ -32,10 +33,11 @@ from pe_lab.storage import (
     write_json,
 )
 from pe_lab.storage.manifest import salvage_sealed, seal_broken, sealed
+from pe_lab.storage.run_files import RUN_FILE
 from pe_lab.terminal import console
 from pe_lab.training.machine import machine, versions
 
-RUN_FILE, LEASE_FILE = "run.json", "lease.json"
+LEASE_FILE = "lease.json"
 
 
 def check_workdir(workdir: AnyPath, config: Config) -> dict[str, Any]:

@@ -17,7 +17,6 @@ import pe_lab
 from pe_lab.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from pe_lab.checkpoints.locating import (
     absent_arrays,
-    check_checkpoints,
     find_checkpoints,
     read_manifest,
     read_metadata,
@@ -43,6 +42,7 @@ from pe_lab.positional import (
     from_canonical,
     layers,
 )
+from pe_lab.storage import check_checkpoints
 
 LEAST = {"id": "0", "phase": "pretrain", "step": 0, "training_length": 16, "lineage": []}  # that readers rely on
 
