@@ -15,7 +15,7 @@ from pe_lab.errors import ConfigError, UserError
 from pe_lab.sweeps.running import LOOK_SECONDS, Stop, Task, run_task
 
 CORES_OF_CELL = 2
-AGAIN_SECONDS = 2.0  # between two looks at a cell of which another sweep has the lease
+AGAIN_SECONDS = 2.0  # between two looks at a cell that another sweep has claimed
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Local:
         """See `Runner`."""
         waiting = deque((0.0, task) for task in tasks)  # when to try it, and what
         running: set[str] = set()
-        refused: list[UserError] = []  # the lease or the log of one cell cannot be written: the others go on
+        refused: list[UserError] = []  # the claim or the log of one cell cannot be written: the others go on
         broken: list[BaseException] = []
         lock = threading.Lock()
 

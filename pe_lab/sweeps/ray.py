@@ -75,7 +75,7 @@ class Ray:
         )(run_in_worker)  # fmt: skip
         running: dict[Any, Task] = {}
         again: list[tuple[float, Task]] = []
-        refused: list[UserError] = []  # the lease or the log of one cell cannot be written: the others go on
+        refused: list[UserError] = []  # the claim or the log of one cell cannot be written: the others go on
         while waiting or running or again:
             if stop.requests:
                 return _cancel(ray, list(running), stop)
@@ -89,7 +89,7 @@ class Ray:
             for reference in ended:
                 task = running.pop(reference)
                 try:
-                    if ray.get(reference) is None:  # another sweep has its lease
+                    if ray.get(reference) is None:  # another sweep has claimed it
                         again.append((time.monotonic() + LOOK_SECONDS, task))
                 except UserError as error:  # Ray raises what the task has raised, as a class of its own below it
                     refused.append(error)

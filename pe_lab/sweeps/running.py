@@ -1,4 +1,4 @@
-"""Running cells as processes: one cell under its lease, and all cells of a sweep by a runner."""
+"""Running cells as processes: one cell under its claim, and all cells of a sweep by a runner."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def run_task(
     cpus: frozenset[int] | None = None,
     show: Callable[[str], None] = print,
 ) -> Outcome | None:
-    """Trains a cell, or continues it, and evaluates it; returns how it ended, None if another sweep has its lease.
+    """Trains a cell, or continues it, and evaluates it; returns how it ended, None if another sweep has claimed it.
 
     A cell that is complete, or that another sweep has seen fail meanwhile, is left alone. If a process whose sweep was
     killed still trains the cell, this waits until it has ended.
@@ -170,7 +170,7 @@ def run_task(
         show(message)
 
     try:
-        with lease(file_of(directory, task.name, "lease"), show, lose):
+        with lease(file_of(directory, task.name, "claim"), show, lose):
             outcome = read_outcome(directory, task.name)
             if is_complete(directory, task.name, task.phases, task.evaluation, outcome):
                 return Outcome(0)

@@ -19,7 +19,7 @@ COMPLETE, RUNNING, QUEUED, STOPPED, FAILED, WAITING = "complete", "running", "qu
 # Statuses of a process that was asked to end, or ended from outside: SIGHUP, SIGINT, SIGKILL, SIGTERM.
 _FROM_OUTSIDE = (1, 2, 9, 15)
 INTERRUPTED = frozenset({os.EX_TEMPFAIL, *(-n for n in _FROM_OUTSIDE), *(128 + n for n in _FROM_OUTSIDE)})
-RENEWED_LATELY = 600.0  # seconds, by the clocks of two hosts; a lease is renewed every 15
+RENEWED_LATELY = 600.0  # seconds, by the clocks of two hosts; a claim is renewed every 15
 _TAIL = 2**14  # bytes of a log that has the last records
 
 
@@ -44,7 +44,7 @@ class CellState:
 
 
 def file_of(directory: AnyPath, name: str, kind: str) -> AnyPath:
-    """The file of a cell in the sweep's logs: its `log`, the `json` of its last outcome, or its `lease`."""
+    """The file of a cell in the sweep's logs: its `log`, the `json` of its last outcome, or the lease `claim`."""
     return directory / LOGS / f"{name}.{kind}"
 
 
@@ -95,7 +95,7 @@ def read_states(
     """The states of all cells of a sweep.
 
     Args:
-      running: the names of cells that this process knows to run; other processes' leases are read.
+      running: the names of cells that this process knows to run; other processes' claims are read.
       queued: those that wait in a cluster's queue.
       known: states that are final, and not read again.
     """
@@ -109,7 +109,7 @@ def _read_state(sweep: Sweep, cell: Cell, running: Collection[str], queued: Coll
     steps = max(step, sum(phases.values()))
     status = outcome.get("status") if isinstance(outcome.get("status"), int) else None
     evaluation = sweep.evaluation if cell.name in sweep.names else None
-    if cell.name in running or _is_leased(file_of(sweep.directory, cell.name, "lease")):
+    if cell.name in running or _claimed(file_of(sweep.directory, cell.name, "claim")):
         return CellState(cell, RUNNING, step, steps, loss)
     if is_complete(sweep.directory, cell.name, phases, evaluation, outcome):
         return CellState(cell, COMPLETE, steps, steps, loss)
@@ -122,8 +122,8 @@ def _read_state(sweep: Sweep, cell: Cell, running: Collection[str], queued: Coll
     return CellState(cell, WAITING, 0, steps)
 
 
-def _is_leased(path: AnyPath) -> bool:
-    """Whether a lease looks live: its process is alive or, where that cannot be told, has renewed it lately."""
+def _claimed(path: AnyPath) -> bool:
+    """Whether a claim looks live: its process is alive or, where that cannot be told, has renewed it lately."""
     try:
         owner = json_object(read_bytes(path)) or {}
     except FileNotFoundError:

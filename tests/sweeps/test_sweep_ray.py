@@ -47,7 +47,7 @@ def run(monkeypatch, ends):
     return workers, lambda: ray.Ray({}, jobs=1).run(tasks, workers.stop, lambda *_: None)
 
 
-def test_a_cell_that_cannot_be_is_leased_stops_no_other(monkeypatch):
+def test_a_cell_that_cannot_be_claimed_stops_no_other(monkeypatch):
     raised = type("RayTaskError", (DataError,), {"cause": DataError("The disk is full.")})("a traceback")
     workers, go = run(monkeypatch, {"a": raised, "b": 0})
     with pytest.raises(DataError, match="^The disk is full"):

@@ -17,7 +17,7 @@ from pe_lab.storage import lease
 from pe_lab.sweeps import local, running
 from pe_lab.sweeps.local import Local, slots
 from pe_lab.sweeps.running import Outcome, Stop, Task, run_task
-from pe_lab.sweeps.state import _is_leased, file_of, has_failed, is_trained, read_outcome
+from pe_lab.sweeps.state import _claimed, file_of, has_failed, is_trained, read_outcome
 
 # Counts its starts; trains at once, when told to, or never; saves at SIGTERM.
 TRAIN = """
@@ -79,7 +79,7 @@ def in_thread(function, *arguments):
 def test_a_complete_cell_is_left_alone(task, tmp_path):
     assert run_task(task(), Stop()) == Outcome(0) == run_task(task(), Stop())
     assert len(starts(tmp_path)) == 1 and is_trained(tmp_path / "a", {"only": 3})
-    assert not file_of(tmp_path, "a", "lease").exists()
+    assert not file_of(tmp_path, "a", "claim").exists()
     assert is_trained(tmp_path / "a", {"only": 2})  # `train --extend`
     assert not is_trained(tmp_path / "a", {"only": 4}) and not is_trained(tmp_path / "a", {"only": 3, "second": 1})
 
@@ -142,7 +142,7 @@ def test_two_sweeps_share_the_cells(task, tmp_path):
     assert {name: len(starts(tmp_path, name)) for name in "abcdef"} == dict.fromkeys("abcdef", 1)
 
 
-def test_a_cell_whose_lease_cannot_be_written_stops_no_other(task, tmp_path, monkeypatch):
+def test_a_cell_whose_claim_cannot_be_written_stops_no_other(task, tmp_path, monkeypatch):
     def refuse(path, *arguments, **options):
         if path.name.startswith("a."):
             raise DataError("The disk is full.")
@@ -170,24 +170,24 @@ def test_a_cell_of_a_killed_sweep_is_waited_for(task, tmp_path):
     with lease(tmp_path / "a" / "lease.json", print, print):
         thread, found = in_thread(run_task, task(), Stop())
         time.sleep(0.3)
-        assert not starts(tmp_path) and file_of(tmp_path, "a", "lease").exists()
+        assert not starts(tmp_path) and file_of(tmp_path, "a", "claim").exists()
     thread.join(300)
     assert found == [Outcome(0)]
 
 
-def test_the_lease_of_a_killed_sweep_counts_no_more(task, tmp_path):
+def test_the_claim_of_a_killed_sweep_counts_no_more(task, tmp_path):
     dead = subprocess.Popen(["true"])
     dead.wait()
-    file = file_of(tmp_path, "a", "lease")
-    with lease(file, print, print):
-        owner = json.loads(file.read_text()) | {"key": "k"}
-    file.write_text(json.dumps(owner | {"pid": dead.pid}))
-    assert not _is_leased(file)
+    claim = file_of(tmp_path, "a", "claim")
+    with lease(claim, print, print):
+        owner = json.loads(claim.read_text()) | {"key": "k"}
+    claim.write_text(json.dumps(owner | {"pid": dead.pid}))
+    assert not _claimed(claim)
     # Another process may have its number meanwhile.
-    file.write_text(json.dumps(owner | {"started": "x"}))
-    assert not _is_leased(file)
+    claim.write_text(json.dumps(owner | {"started": "x"}))
+    assert not _claimed(claim)
     assert run_task(task(), Stop()) == Outcome(0)
-    with lease(file, print, print):
+    with lease(claim, print, print):
         assert run_task(task(), Stop()) is None
 
 
@@ -208,12 +208,12 @@ def test_nohup_keeps_its_meaning():
 
 
 @pytest.mark.parametrize(("age", "live"), [(5, True), (3600, False)])
-def test_a_lease_of_another_host_counts_while_it_is_renewed(task, tmp_path, age, live):
+def test_a_claim_of_another_host_counts_while_it_is_renewed(task, tmp_path, age, live):
     renewed = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=age)
-    file = file_of(tmp_path, "a", "lease")
-    file.parent.mkdir()
-    file.write_text(json.dumps({"host": "elsewhere", "pid": 1, "time": renewed.isoformat()}))
-    assert _is_leased(file) is live
+    claim = file_of(tmp_path, "a", "claim")
+    claim.parent.mkdir()
+    claim.write_text(json.dumps({"host": "elsewhere", "pid": 1, "time": renewed.isoformat()}))
+    assert _claimed(claim) is live
 
 
 def test_slots_are_devices_or_cores(monkeypatch):
