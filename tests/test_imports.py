@@ -10,7 +10,8 @@ import ast
 import importlib
 import re
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ LEVELS: list[set[str]] = [
     {"attention"},
     {"model"},
     {"data", "checkpoints", "training", "results"},
-    {"inspection", "language_model", "__init__"},  # pe_lab/__init__.py only re-exports what language_model offers
+    {"language_model", "__init__"},  # pe_lab/__init__.py only re-exports what language_model offers
     {"evaluation"},
     {"analysis"},
     {"page", "planning"},  # planning compiles the programs of training and of evaluation
@@ -43,8 +44,6 @@ LEVEL = {package: level for level, packages in enumerate(LEVELS) for package in 
 
 # The training loop saves and restores, and reads batches; neither checkpoints nor data may know of it.
 SAME_LEVEL = {("training", "checkpoints"), ("training", "data"), ("__init__", "language_model")}
-# Two halves of one class; `inspection` names the other half in annotations alone.
-SAME_LEVEL |= {("language_model", "inspection"), ("inspection", "language_model")}
 
 HEAVY = {
     "datasets",
@@ -153,6 +152,78 @@ def test_pe_lab_keeps_to_its_architecture() -> None:
     assert len(files) > 20
     found = [v for file in files for v in violations(file.relative_to(ROOT).as_posix(), file.read_text())]
     assert not found, "\n".join(found)
+
+
+def imported_modules(files: Mapping[str, Path]) -> dict[str, set[str]]:
+    """For each module, the other modules that it names in an import, also inside a function, and for types alone.
+
+    `from pe_lab.data import order` names `pe_lab.data.order`; `from pe_lab.data import Order` the package itself.
+    """
+    found: dict[str, set[str]] = {}
+    for module, file in files.items():
+        named = imports(ast.parse(file.read_text()), module, file.stem == "__init__")
+        found[module] = {name if name in files else name.rpartition(".")[0] for _, name in named}
+        found[module] = (found[module] & files.keys()) - {module}
+    return found
+
+
+def circles(graph: Mapping[str, Collection[str]]) -> list[list[str]]:
+    """The groups of modules each of which imports, perhaps through others, each other one; sorted."""
+    reached: dict[str, set[str]] = {}
+    for module in graph:
+        seen, waiting = set(), [module]
+        while waiting:
+            for other in graph[waiting.pop()]:
+                if other not in seen:
+                    seen.add(other)
+                    waiting.append(other)
+        reached[module] = seen
+    grouped = {tuple(sorted(n for n in reached[m] if m in reached[n])) for m in graph if m in reached[m]}
+    return sorted(map(list, grouped))
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    files = {}
+    for file in PACKAGE.rglob("*.py"):
+        parts = file.relative_to(ROOT).with_suffix("").parts
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    assert circles(imported_modules(files)) == []
+
+
+def test_circles_are_found(tmp_path: Path) -> None:
+    sources = {
+        "a": "from a import b\nfrom a.c import x",
+        "a.b": "def f():\n    import a.c",
+        "a.c": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from a.b import y",
+        "a.d": "from a import c\nfrom a.d import itself",
+    }
+    for name, source in sources.items():
+        (tmp_path / f"{name}.py").write_text(source)
+    found = imported_modules({name: tmp_path / f"{name}.py" for name in sources})
+    assert found == {"a": {"a.b", "a.c"}, "a.b": {"a.c"}, "a.c": {"a.b"}, "a.d": {"a.c"}}
+    assert circles(found) == [["a.b", "a.c"]]
+
+
+def loaded(*arguments: str) -> set[str]:
+    """The packages that a Python process has loaded when a module's `--help` has been printed."""
+    code = "import sys, runpy; sys.argv = sys.argv[1:]\ntry: runpy.run_module(sys.argv[0], run_name='__main__')\n"
+    code += "except SystemExit as end: assert not end.code\nprint(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+    return {name.partition(".")[0] for name in done.stderr.split("\n")[-2].split()}
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_help_loads_no_jax(command: str) -> None:
+    """Two seconds of a person's time, and more on a busy machine. 1 s."""
+    assert not loaded(f"pe_lab.{command}", "--help") & {"jax", "flax", "orbax", "optax", "torch", "transformers"}
+
+
+def test_verify_loads_no_jax() -> None:
+    """A machine that has nothing but the files and numpy compares digests; tensorstore finds the arrays."""
+    code = "import sys, pe_lab.verify; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = {name.partition(".")[0] for name in done.stdout.split()}
+    assert "pe_lab" in found and not found & {"jax", "jaxlib", "flax", "orbax", "optax", "grain"}
 
 
 def test_long_files_are_excused_only_while_they_are_long() -> None:

@@ -15,7 +15,7 @@ from pages import ROOT
 
 # The Python interface: a page for each, of the packages and modules that define what is documented.
 API = {
-    "pe_lab": ("Models", ["pe_lab.language_model", "pe_lab.inspection"]),
+    "pe_lab": ("Models", ["pe_lab.language_model"]),
     "positional": ("Positional encodings", ["pe_lab.positional"]),
     "attention": ("Attention", ["pe_lab.attention"]),
     "model": ("The decoder", ["pe_lab.model"]),
