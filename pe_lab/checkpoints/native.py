@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh
@@ -152,30 +152,29 @@ class _PiecewiseHandler(ocp.type_handlers.NumpyHandler):
     """Writes a `_Piecewise` as Orbax writes a NumPy array, with one piece in memory at a time, leaf after leaf."""
 
     def __init__(self, done: Callable[[int], None]):
-        super().__init__(deepcopy_host_arrays=False)
-        self.done, self.lock = done, asyncio.Lock()
-        self.failures: list[Exception] = []
+        super().__init__()
+        self.done = done
 
-    async def _open_and_write(self, value: Any, tspec: dict[str, Any], ts_context: Any) -> None:
+    async def serialize(self, values: Sequence[_Piecewise], infos: Sequence[Any], args: Any = None) -> list[Any]:
+        return [ocp.future.CommitFutureAwaitingContractedSignals(self._write(values, infos, args), name="pieces")]
+
+    async def _write(self, values: Sequence[_Piecewise], infos: Sequence[Any], args: Sequence[Any]) -> None:
         import tensorstore as ts
 
-        pieces = blocks(value.leaf, value.shape, value.dtype.itemsize)
-        # One chunk per piece: a chunk of several pieces would be read and written again for each.
-        tspec["metadata"]["chunks"] = [pieces[0].stop, *value.shape[1:]]
-        async with self.lock:
-            if self.failures:
-                return
-            try:
-                array = await ts.open(ts.Spec(tspec), create=True, open=True, context=ts_context)
-                for block in pieces:
-                    piece = np.ascontiguousarray(value.source.read_block(value.leaf, block), value.dtype)
-                    await array[block].write(piece)
-                    self.done(piece.nbytes)
-                    del piece  # before the next one is read
-            except Exception as error:
-                # `write_checkpoint` raises it. Raised here, it would leave the other leaves waiting for the lock in a
-                # loop that Orbax closes, and each would write an error to stderr.
-                self.failures.append(error)
+        for value, info, arg in zip(values, infos, args, strict=True):
+            await info.await_path_creation()
+            shapes = {"global_shape": value.shape, "local_shape": value.shape, "dtype": value.dtype}
+            common = {"use_ocdbt": info.is_ocdbt_checkpoint, "process_index": jax.process_index(), "arg": arg}
+            tspec = ocp.type_handlers.get_json_tspec_write(info, **shapes, **common)
+            pieces = blocks(value.leaf, value.shape, value.dtype.itemsize)
+            # One chunk per piece: a chunk of several pieces would be read and written again for each.
+            tspec["metadata"]["chunks"] = [pieces[0].stop, *value.shape[1:]]
+            array = await ts.open(ts.Spec(tspec), create=True, open=True, context=info.ts_context)
+            for block in pieces:
+                piece = np.ascontiguousarray(value.source.read_block(value.leaf, block), value.dtype)
+                await array[block].write(piece)
+                self.done(piece.nbytes)
+                del piece  # before the next one is read
 
 
 def write_checkpoint(
@@ -200,8 +199,7 @@ def write_checkpoint(
     model = source.model
     shapes = leaf_paths(Model(model, hooks=layer_hooks(source.layers, model.heads)).shapes)
     params = {leaf: _Piecewise(source, leaf, tuple(s.shape)) for leaf, s in shapes.items()}
-    handler = _PiecewiseHandler(done)
-    ocp.type_handlers.register_type_handler(_Piecewise, handler, override=True)
+    ocp.type_handlers.register_type_handler(_Piecewise, _PiecewiseHandler(done), override=True)
     entry = lineage_entry(f"converted from {source.display_name}", new_id(), str(final / DIRECTORY / "0"), 0)
     written = metadata_of(
         model,
@@ -229,11 +227,8 @@ def write_checkpoint(
                 ),
             )
     except Exception:
-        if not handler.failures:
-            raise
-    if handler.failures:
         shutil.rmtree(directory / DIRECTORY, ignore_errors=True)  # Orbax takes the incomplete one for complete
-        raise handler.failures[0]
+        raise
     arrays = {
         leaf: {"shape": list(piecewise.shape), "dtype": str(piecewise.dtype), "checksum": None}
         for leaf, piecewise in params.items()
