@@ -25,7 +25,11 @@ API = {
          "pe_lab.data.windows", "pe_lab.data.mixture", "pe_lab.data.pipeline"],
     ),
     "training": ("Training", ["pe_lab.training", "pe_lab.recipes"]),
-    "checkpoints": ("Checkpoints", ["pe_lab.checkpoints", "pe_lab.checkpoints.surgery"]),
+    "checkpoints": (
+        "Checkpoints",
+        ["pe_lab.checkpoints.checkpoint", "pe_lab.checkpoints.locating", "pe_lab.checkpoints.store",
+         "pe_lab.checkpoints.surgery"],
+    ),
     "evaluation": (
         "Evaluation", ["pe_lab.evaluation.measure", "pe_lab.evaluation.variants", "pe_lab.evaluation.tasks.task"]
     ),

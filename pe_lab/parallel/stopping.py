@@ -232,19 +232,18 @@ def _watch(key: str) -> None:
 
 
 class _PeerWatch:
-    """Tells the others through the key-value store of `jax.distributed` that this process lives, and watches them."""
+    """Tells the others through the key-value store of `jax.distributed` that this process lives, and watches them.
+
+    A beat is `NUMBER HOST`, the last one `done`.
+    """
 
     def __init__(self, client: Any, index: int, count: int):
-        self._client, self._index, self._count = client, index, count
-        now = time.monotonic()
-        self._beats = dict.fromkeys(range(count), ("", now))  # the last beat of each process, and when it was seen
-        self._hosts: dict[int, str] = {}
+        self._client, self._index = client, index
+        self._seen = dict.fromkeys(range(count), ("", time.monotonic()))  # the last beat of each, and when it was new
         self._lock, self._done = threading.Lock(), threading.Event()
-        self._unreachable = 0
         self._thread = threading.Thread(target=self._run, name="lost processes", daemon=True)
 
     def start(self) -> None:
-        self._set(f"{ALIVE}/host/{self._index}", socket.gethostname())
         self._thread.start()
         if self._index:
             # Without process 0, which serves the store, XLA's client aborts this process with a stack of addresses. It
@@ -262,37 +261,33 @@ class _PeerWatch:
         self._done.set()
         self._thread.join()
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            self._set(f"{ALIVE}/beat/{self._index}", "done")
+            self._beat("done")
 
-    def _set(self, key: str, value: str) -> None:
-        self._client.key_value_set(key, value, allow_overwrite=True)
+    def _beat(self, text: str) -> None:
+        self._client.key_value_set(f"{ALIVE}/{self._index}", text, allow_overwrite=True)
 
     def _run(self) -> None:
-        number = 0
-        while not self._done.wait(BEAT_SECONDS):
+        number, unreachable = 0, 0
+        while not self._done.is_set():
             number += 1
             try:
-                self._set(f"{ALIVE}/beat/{self._index}", str(number))
-                beats = dict(self._client.key_value_dir_get(f"{ALIVE}/beat"))
-                if len(self._hosts) < self._count:
-                    hosts = self._client.key_value_dir_get(f"{ALIVE}/host")
-                    self._hosts = {int(key.rpartition("/")[2]): host for key, host in hosts}
-                self._unreachable = 0
+                self._beat(f"{number} {socket.gethostname()}")
+                self._look(dict(self._client.key_value_dir_get(ALIVE)))
+                unreachable = 0
             except jax.errors.JaxRuntimeError:
-                self._unreachable += 1  # process 0 serves the store
-                beats = {}
-            self._look({int(key.rpartition("/")[2]): beat for key, beat in beats.items()})
+                unreachable += 1
+                if unreachable >= 2 and self._index:
+                    self.end([0])  # which serves the store
+            self._done.wait(BEAT_SECONDS)
 
-    def _look(self, beats: dict[int, str]) -> None:
-        now, lost = time.monotonic(), []
-        for process in range(self._count):
-            beat, seen = self._beats[process]
-            if beats.get(process, beat) != beat:
-                self._beats[process] = beats[process], now
-            elif process != self._index and beat != "done" and now - seen > LOST_SECONDS:
-                lost.append(process)
-        if self._unreachable >= 2 and self._index:
-            lost = [0]
+    def _look(self, beats: dict[str, str]) -> None:
+        now = time.monotonic()
+        for key, beat in beats.items():
+            process = int(key.rpartition("/")[2])
+            if self._seen[process][0] != beat:
+                self._seen[process] = beat, now
+        others = ((process, *seen) for process, seen in self._seen.items() if process != self._index)
+        lost = [process for process, beat, seen in others if beat != "done" and now - seen > LOST_SECONDS]
         if lost:
             self.end(lost)
 
@@ -306,7 +301,8 @@ class _PeerWatch:
     def end(self, lost: list[int]) -> None:
         """Ends this process: collective operations with a lost process never return."""
         with self._lock:  # the thread or the main thread, one of them
-            names = ", ".join(f"process {n} on {self._hosts.get(n, 'an unknown host')}" for n in lost)
+            hosts = {process: self._seen[process][0].partition(" ")[2] or "an unknown host" for process in lost}
+            names = ", ".join(f"process {process} on {host}" for process, host in hosts.items())
             text = f"lost {names}: it ended without a word, or its host or network is down. Run the command again."
             tell_at_once(text)
             os._exit(os.EX_TEMPFAIL)
