@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,13 +14,32 @@ from object_stores import bucket, gcs_bucket, store_servers  # noqa: F401
 
 from pe_lab import storage, verify
 from pe_lab.checkpoints.locating import latest, steps_in
-from pe_lab.checkpoints.orbax import checkpointer
+from pe_lab.checkpoints.orbax import checkpointer, quiet
 from pe_lab.checkpoints.store import Store, metadata_of, templates
 from pe_lab.config import ModelConfig
 from pe_lab.errors import StoreError
 from pe_lab.positional import layers
 
+
 COMMIT_FILE = "commit_success.txt"  # Orbax's last object of a directory
+
+
+def test_orbax_is_quiet_during_calls_alone(tmp_path):
+    log = logging.getLogger("absl")
+    before = log.level
+    first, second = quiet(), quiet()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert log.level == logging.CRITICAL  # for the second, of another thread
+    second.__exit__(None, None, None)
+    assert log.level == before
+    store = Store(tmp_path / "checkpoints")
+    store.save(1, {"w": jnp.ones(3)}, None, {"format": 1, "step": 1})
+    store.wait()
+    store.restore(1, templates({"w": jax.ShapeDtypeStruct((3,), jnp.float32)}, {"w": jnp.ones(3).sharding}))
+    store.close()
+    assert log.level == before < logging.CRITICAL
 
 
 def saved(step, weights):
