@@ -20,7 +20,6 @@ from pe_lab.config import ModelConfig
 from pe_lab.errors import StoreError
 from pe_lab.positional import layers
 
-
 COMMIT_FILE = "commit_success.txt"  # Orbax's last object of a directory
 
 
