@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -93,7 +94,7 @@ def _ignore_late_failures() -> None:
 
     asyncio logs each of the others, and tensorstore's threads answer to an event loop that Orbax has closed.
     """
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    logging.getLogger("asyncio").addFilter(lambda record: not _came_through_orbax(record))
     show = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
@@ -101,6 +102,11 @@ def _ignore_late_failures() -> None:
             show(unraisable)
 
     sys.unraisablehook = hook
+
+
+def _came_through_orbax(record: logging.LogRecord) -> bool:
+    trace = record.exc_info[2] if record.exc_info else None
+    return any(frame.f_globals.get("__name__", "").startswith("orbax.") for frame, _ in traceback.walk_tb(trace))
 
 
 @functools.cache
