@@ -28,7 +28,7 @@ from benchmarks.document import Place
 from pe_lab.attention.kernels import external, tpu, tpu_gradient
 from pe_lab.attention.key_block import AttentionInputs, KeyRotation, scaled
 from pe_lab.errors import UserError
-from pe_lab.parallel.ahead_of_time import NoCompiler, libtpu_version, topology_devices
+from pe_lab.parallel.compiler import NoCompiler, libtpu_version, topology_devices
 from pe_lab.parallel.topology import parse_topology
 from pe_lab.terminal import command
 

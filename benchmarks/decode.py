@@ -34,7 +34,7 @@ import numpy as np
 from train_step import Peer, find_peer_python, llama_names
 
 import pe_lab
-from pe_lab.checkpoints import Checkpoint
+from pe_lab.checkpoints.checkpoint import Checkpoint
 from pe_lab.config import ModelConfig, from_dict
 from pe_lab.errors import UserError
 from pe_lab.identity import machine, versions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import sys
 from typing import TYPE_CHECKING, Any
@@ -37,9 +38,7 @@ def __getattr__(name: str) -> Any:
 
         return fit
     if name in __all__:
-        from pe_lab import language_model
-
-        return getattr(language_model, name)
+        return getattr(importlib.import_module("pe_lab.language_model"), name)
     raise AttributeError(f"module 'pe_lab' has no attribute '{name}'")
 
 

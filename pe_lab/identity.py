@@ -30,9 +30,10 @@ from pe_lab.storage import (
     write_json,
 )
 from pe_lab.storage.manifest import salvage_sealed, seal_broken, sealed
+from pe_lab.storage.run_files import RUN_FILE
 from pe_lab.terminal import console
 
-RUN_FILE, LEASE_FILE = "run.json", "lease.json"  # of a workdir
+LEASE_FILE = "lease.json"  # of a workdir
 
 # The keys that a result depends on. They make `config_hash`.
 _IDENTITY = ("seed", "model", "data", "phases")
@@ -141,7 +142,7 @@ def config_hash(config: Config) -> str:
 # run.json
 
 
-def claim_workdir(workdir: AnyPath, config: Config) -> dict[str, Any]:
+def check_workdir(workdir: AnyPath, config: Config) -> dict[str, Any]:
     """Checks that a run of `config` may be written to `workdir`, and returns its run.json, {} if there is none.
 
     Writes nothing; a damaged run.json of this run is renamed.

@@ -20,8 +20,7 @@ from jaxtyping import Array, Float, Float32, Int
 from pe_lab.attention.dispatch import choose
 from pe_lab.attention.layer_encoding import encode_keys, encode_queries
 from pe_lab.attention.statistics import ArrayLike, attention_rows, checked_indices
-from pe_lab.checkpoints import Checkpoint, open_checkpoint
-from pe_lab.checkpoints.logit_scale import how_to_fit, read_logit_scale
+from pe_lab.checkpoints.checkpoint import Checkpoint, how_to_fit, open_checkpoint, read_logit_scale
 from pe_lab.checkpoints.surgery import change, with_layers, write_child
 from pe_lab.config import ModelConfig
 from pe_lab.data.tokenizers import Tokenizer, check_vocabulary, load_tokenizer, save_tokenizer

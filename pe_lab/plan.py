@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
     import jax
 
     from pe_lab.parallel import start_processes
-    from pe_lab.parallel.ahead_of_time import topology_devices
+    from pe_lab.parallel.compiler import topology_devices
     from pe_lab.parallel.topology import parse_topology
     from pe_lab.planning.plan import choose_phases, make_plan
     from pe_lab.planning.report import read_report

@@ -30,7 +30,7 @@ from pe_lab.storage import AnyPath, absolute, exists
 from pe_lab.terminal import command
 
 if TYPE_CHECKING:
-    from pe_lab.checkpoints.source import Source
+    from pe_lab.data.sources.source import Source
 
 Recipe = str | Config | ConfigDict | Mapping[Any, Any]  # a file, or what `get_config` of one returns
 
@@ -356,7 +356,7 @@ def _saved(
 
 def _of_checkpoint(index: int, path: str, wanted: list[tuple[str, str]]) -> dict[tuple[str, str], Any]:
     """The values of a checkpoint."""
-    from pe_lab.checkpoints import open_source
+    from pe_lab.checkpoints.checkpoint import open_source
 
     needed = [key for part, key in wanted if part != "model" or key in NEEDED]
     try:

@@ -17,7 +17,7 @@ from pe_lab.errors import UserError
 from pe_lab.identity import config_hash
 from pe_lab.model import preset
 from pe_lab.parallel import AxisRules, check_batch
-from pe_lab.parallel.mesh import AXES
+from pe_lab.parallel.sharding import AXES
 from pe_lab.parallel.topology import CHIPS, parse_topology, placeholder_mesh
 from pe_lab.planning.plan import Plan, make_plan
 from pe_lab.recipes import load_config, read_recipe, recipe_arguments, split_overrides

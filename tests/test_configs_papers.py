@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pe_lab.checkpoints import open_checkpoint
+from pe_lab.checkpoints.checkpoint import open_checkpoint
 from pe_lab.config import Config, PhaseConfig
 from pe_lab.errors import UserError
 from pe_lab.model import Model

@@ -11,6 +11,7 @@ import importlib
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -232,6 +233,43 @@ def test_a_circle_is_found_also_through_a_third_module() -> None:
     assert circles(modules) == []
     modules["pe_lab.c"] = (ast.parse("import pe_lab.a"), False)
     assert circles(modules) == [["pe_lab.a", "pe_lab.b", "pe_lab.c"]]
+
+
+WITHOUT_JAX = """
+import runpy, sys
+
+class Refusal:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("jax", "flax", "orbax", "optax", "torch", "transformers"):
+            raise ImportError(f"{name} is imported")
+
+sys.meta_path.insert(0, Refusal())
+commands, said = sys.argv[1:], sys.stderr
+for command in commands:
+    sys.argv[1:] = ["--help"]
+    try:
+        runpy.run_module(f"pe_lab.{command}", run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            print(command, "ended with", end.code, file=said)
+    except ImportError as error:
+        print(command, error, file=said)
+"""
+
+
+def test_help_loads_no_jax() -> None:
+    """JAX takes two seconds, and more on a busy machine: all commands parse their arguments first. 2 s."""
+    run = [sys.executable, "-c", WITHOUT_JAX, *sorted(COMMANDS)]
+    done = subprocess.run(run, capture_output=True, text=True, check=True)
+    assert done.stderr == "" and all(f"python -m pe_lab.{command}" in done.stdout for command in COMMANDS)
+
+
+def test_verify_loads_no_jax() -> None:
+    """A machine that has nothing but the files and numpy compares digests; tensorstore finds the arrays."""
+    code = "import sys, pe_lab.verify; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = {name.partition(".")[0] for name in done.stdout.split()}
+    assert "pe_lab" in found and not found & {"jax", "jaxlib", "flax", "orbax", "optax", "grain"}
 
 
 def test_long_files_are_excused_only_while_they_are_long() -> None:

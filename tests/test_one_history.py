@@ -7,7 +7,7 @@ from test_resume import finish, kill, line_count, wait_until
 from tiny_runs import REPOSITORY, records, start, write_recipe
 
 import pe_lab.report
-from pe_lab.checkpoints import open_checkpoint
+from pe_lab.checkpoints.checkpoint import open_checkpoint
 from pe_lab.results.formatting import count
 
 pytestmark = pytest.mark.slow

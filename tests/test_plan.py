@@ -12,7 +12,7 @@ from pe_lab import plan as command
 from pe_lab import prepare
 from pe_lab.config import Config, DistillConfig, from_dict
 from pe_lab.errors import ConfigError
-from pe_lab.parallel import ahead_of_time
+from pe_lab.parallel import compiler
 from pe_lab.parallel.topology import GIB, parse_topology, placeholder_mesh
 from pe_lab.planning import tables
 from pe_lab.planning.compiled_memory import OutOfMemory
@@ -209,7 +209,7 @@ def test_no_compile_prints_the_numbers(capsys, tmp_path):
 
 
 def test_without_libtpu_there_is_an_estimate_and_advice(capsys, monkeypatch):
-    monkeypatch.setattr(ahead_of_time, "libtpu_version", lambda: "")
+    monkeypatch.setattr(compiler, "libtpu_version", lambda: "")
     assert command.main([f"--config={DROPE}", "--topology=v5e:16x16"]) == 0
     text = capsys.readouterr().out
     assert "not compiled: libtpu is not installed: pip install 'pe-lab[aot]'" in text
@@ -217,7 +217,7 @@ def test_without_libtpu_there_is_an_estimate_and_advice(capsys, monkeypatch):
 
 
 def test_without_the_cuda_plugin_gpus_are_estimated(capsys, monkeypatch):
-    monkeypatch.setattr(ahead_of_time, "_version", lambda package: "" if package == "jax-cuda13-plugin" else "1")
+    monkeypatch.setattr(compiler, "_version", lambda package: "" if package == "jax-cuda13-plugin" else "1")
     assert command.main([f"--config={DROPE}", "--topology=gpu:8"]) == 0
     text = capsys.readouterr().out
     assert "8 x NVIDIA H100 80GB, 72 GiB each, mesh data 1 x fsdp 8" in text  # 90% of 80 GiB
@@ -288,12 +288,12 @@ def test_bad_input_is_one_message_and_status_2(arguments, message, capsys):
 def test_topologies_plan_or_are_refused(text, slices, devices, chip, recipe):
     if isinstance(devices, str):
         with pytest.raises(ConfigError, match=re.escape(devices)) as refused:
-            ahead_of_time.topology_devices(parse_topology(text, slices))
+            compiler.topology_devices(parse_topology(text, slices))
         assert "\n" not in str(refused.value)
         return
     found = parse_topology(text, slices)
     assert (found.count, found.chip.name) == (devices, chip)
-    assert len(ahead_of_time.topology_devices(found)) == devices
+    assert len(compiler.topology_devices(found)) == devices
     sizes = {"mesh.fsdp": "1", "phases.0.batch_size": str(devices), "phases.1.batch_size": str(devices)}
     plan = make_plan(load_config(recipe, sizes), found)
     assert plan.mesh_shape == {"data": devices, "fsdp": 1, "tensor": 1, "context": 1}

@@ -24,7 +24,7 @@ from tiny_runs import (  # noqa: F401
 )
 
 import pe_lab
-from pe_lab.checkpoints import open_checkpoint
+from pe_lab.checkpoints.checkpoint import open_checkpoint
 from pe_lab.errors import UserError
 from pe_lab.positional import Alibi, Bands, Gaussian, Layer, NoPE, Rope, Uniform, Yarn
 from pe_lab.positional.codec import numbers_and_ranges
@@ -292,7 +292,7 @@ def test_a_failure_leaves_nothing_that_refuses_a_repetition(run, tmp_path, monke
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "tokenizer")
 
     with monkeypatch.context() as patched:
-        patched.setattr("pe_lab.surgery.save_tokenizer", full)  # the last file to be written
+        patched.setattr("pe_lab.data.tokenizers.save_tokenizer", full)  # the last file to be written
         assert main(command) == 2
     said = capsys.readouterr().err
     assert "cannot be written (No space left on device)" in said and said.count("\n") == 1

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tiny_runs import compilations_kept, fingerprint, train_on_one_device, write_recipe  # noqa: F401
 
-from pe_lab.checkpoints import open_checkpoint
+from pe_lab.checkpoints.checkpoint import open_checkpoint
 from pe_lab.checkpoints.locating import steps_in
 from pe_lab.data.tokenizers import load_saved_tokenizer
 from pe_lab.errors import TrainingDiverged

@@ -16,7 +16,7 @@ from object_stores import gcs_bucket, store_servers  # noqa: F401
 from tiny_runs import compilations_kept, reseal, tiny, trained  # noqa: F401
 
 from pe_lab import convert, storage
-from pe_lab.checkpoints import open_checkpoint
+from pe_lab.checkpoints.checkpoint import open_checkpoint
 from pe_lab.config import SourceConfig
 from pe_lab.data.preparation import prepare
 from pe_lab.data.tokenizers import ByteTokenizer

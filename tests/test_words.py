@@ -17,7 +17,7 @@ WORDS = [
     (r"\bPast\b|\bStored\b", "KV cache, cache view", r"pe_lab/(attention|model)/", ""),
     (r"\bRow\b", "layer encoding", r"pe_lab/(attention|model|positional)/", ""),
     (r"\b(cut|spread) over\b", "sharded over", "", ""),
-    (r"\b[Tt]runk\b", "embedder", "", r"checkpoints/locating\.py"),  # the name in checkpoints of format 1
+    (r"\b[Tt]runk\b", "embedder", "", ""),
     (r"\b[Ss]elf[ _-]bias\b", "diagonal bias", "", ""),
     (r"\b[Ww]ays? of reading\b|\bReaders?\b|(?<!\")\bread_as\b", "variant", "", ""),  # a key of sample records
     (r"\b[Aa]nswerers?\b|\b[Hh]eard\b", "generation backend, on_tokens", "", ""),

@@ -40,7 +40,7 @@ from pe_lab.analysis.analysis import Analysis
 from pe_lab.analysis.sequences import Sequences, add_arguments
 from pe_lab.analysis.session import AnalysisSession
 from pe_lab.attention.layer_encoding import encode_keys, encode_queries
-from pe_lab.checkpoints.weights import weights_digest
+from pe_lab.checkpoints.checkpoint import weights_digest
 from pe_lab.errors import ConfigError, did_you_mean, redacted
 from pe_lab.evaluation.variants import Variant
 from pe_lab.language_model import LanguageModel, Tokens

@@ -40,7 +40,7 @@ from jaxtyping import Bool, Float, Int
 from pe_lab.analysis.analysis import Analysis
 from pe_lab.analysis.frequencies import incomplete_pairs
 from pe_lab.analysis.schedule import DescribedModel, add_arguments, described
-from pe_lab.checkpoints import open_source
+from pe_lab.checkpoints.checkpoint import open_source
 from pe_lab.errors import ConfigError
 from pe_lab.evaluation.plan import parse_length
 from pe_lab.evaluation.targets import locate_all, parse_steps

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pe_lab.checkpoints.logit_scale import write_logit_scale
+from pe_lab.checkpoints.checkpoint import write_logit_scale
 from pe_lab.config import DataConfig
 from pe_lab.data.mixture import open_mixture
 from pe_lab.errors import CheckpointError, ConfigError, UserError

@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 
 from pe_lab.config import TOPOLOGIES, MeshConfig
 from pe_lab.errors import ConfigError, did_you_mean
-from pe_lab.parallel.mesh import AXES, mesh_shape
 from pe_lab.parallel.processes import GPU_MEMORY_SHARE
+from pe_lab.parallel.sharding import AXES, mesh_shape
 
 GIB = 2**30
 MOST_CHIPS = 2**17
@@ -56,7 +56,7 @@ CHIPS = {
 }
 
 
-class Generation(NamedTuple):
+class TpuGeneration(NamedTuple):
     """A kind of TPU, as libtpu names its slices: dimensions of the shape, JAX devices of a chip, chip configuration."""
 
     dimensions: int
@@ -65,11 +65,11 @@ class Generation(NamedTuple):
 
 
 GENERATIONS = {
-    "v4": Generation(3, chip_config="megacore"),
-    "v5e": Generation(2),
-    "v5p": Generation(3),
-    "v6e": Generation(2),
-    "tpu7x": Generation(3, devices=2),
+    "v4": TpuGeneration(3, chip_config="megacore"),
+    "v5e": TpuGeneration(2),
+    "v5p": TpuGeneration(3),
+    "v6e": TpuGeneration(2),
+    "tpu7x": TpuGeneration(3, devices=2),
 }
 GPUS_OF_NODE = 8
 _ALIASES = {"gpu": "h100", "v7x": "tpu7x", "tpuv7x": "tpu7x", "ironwood": "tpu7x", "trillium": "v6e"}

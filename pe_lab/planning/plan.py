@@ -15,7 +15,7 @@ from pe_lab.errors import ConfigError, UserError
 from pe_lab.model import Flops, Model
 from pe_lab.model.distillation import DistilledInputs, learns
 from pe_lab.parallel import make_mesh
-from pe_lab.parallel.ahead_of_time import compiler_name, topology_devices
+from pe_lab.parallel.compiler import compiler_name, topology_devices
 from pe_lab.parallel.topology import CHIPS, Topology, placeholder_mesh
 from pe_lab.planning.compiled_memory import Compiled, analyze, analyze_program
 from pe_lab.planning.hlo import largest_buffers, parse

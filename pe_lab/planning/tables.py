@@ -15,7 +15,7 @@ from pe_lab.evaluation.targets import weight_shards
 from pe_lab.model import Model
 from pe_lab.model.cache import cache_bytes_per_token
 from pe_lab.parallel import AxisRules, make_mesh, use_mesh
-from pe_lab.parallel.ahead_of_time import NoCompiler, compiler_name, topology_devices
+from pe_lab.parallel.compiler import NoCompiler, compiler_name, topology_devices
 from pe_lab.parallel.topology import CHIPS, GIB
 from pe_lab.planning.compiled_memory import Compiled, OutOfMemory
 from pe_lab.planning.evaluation_memory import compile_evaluation, longest, sequence_memory, weight_bytes

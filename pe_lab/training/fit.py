@@ -12,15 +12,14 @@ import jax
 from pe_lab.checkpoints.locating import DIRECTORY, steps_in
 from pe_lab.config import Config, from_dict
 from pe_lab.errors import ConfigError, UserError
-from pe_lab.identity import LEASE_FILE, claim_workdir, saved_config, write_run
+from pe_lab.identity import LEASE_FILE, check_workdir, saved_config, write_run
 from pe_lab.output import tell_at_once
 from pe_lab.parallel import all_values, has_accelerator, keep_freed_memory, start_processes
-from pe_lab.parallel.lost_processes import lost_processes
-from pe_lab.parallel.stopping import Interrupts, Stopped, StopRequests, stop_requests, watch_maintenance
+from pe_lab.parallel.stopping import Interrupts, Stopped, StopRequests, lost_processes, stop_requests, watch_maintenance
 from pe_lab.recipes import Recipe, inherit, read_recipe, with_prolonged, workdir_of
 from pe_lab.storage import AnyPath, LeaseTaken, lease
+from pe_lab.storage.run_files import LEDGER_FILE
 from pe_lab.terminal import console, waiting
-from pe_lab.training.ledger import FILE as LEDGER
 from pe_lab.training.ledger import Ledger, balance, read_ledger
 from pe_lab.training.loop import train_phase
 from pe_lab.training.plan import plan_here, prolong
@@ -92,13 +91,13 @@ def train_run(
         watch_maintenance()
     if until:
         config = prolong(config, until, steps_in(workdir / config.phases[-1].name / DIRECTORY))
-    before = claim_workdir(workdir, config)
+    before = check_workdir(workdir, config)
     out = console(quiet=jax.process_index() != 0)
     with waiting(out, f"{config.name}: planning the run", at_once=False):
         run = open_run(plan_here(config), workdir, ledger, profiler)
     with _lease(workdir, out.print):
         if jax.process_index() == 0:
-            ledger.path = workdir / LEDGER
+            ledger.path = workdir / LEDGER_FILE
             write_run(workdir, run.config, command, before)
         out.print(
             f"{config.name}: {run.models[0].num_parameters:,} parameters, {len(run.phases)} phases, "

@@ -8,7 +8,6 @@ killed loses the last few seconds: they count as `down`, with the time until the
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import threading
 import time
@@ -19,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from pe_lab.storage import AnyPath, AppendedLog, json_object, read_log
+from pe_lab.storage.run_files import whole_records
 
-FILE = "ledger.jsonl"
 BUCKETS = (
     "start_up",  # from the creation of the process to the loop, and between phases
     "compile",  # the first step, which compiles
@@ -155,23 +154,6 @@ def read_ledger(path: AnyPath) -> list[dict[str, Any]]:
     with contextlib.suppress(FileNotFoundError):
         lines = read_log(path).splitlines()
     return whole_records([json_object(line) or {} for line in lines if line.strip()])
-
-
-def whole_records(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The records that have all of their numbers; others, of a damaged file, are left out."""
-
-    def numbers(values: Sequence[Any]) -> bool:
-        return all(isinstance(value, int | float) and math.isfinite(value) for value in values)
-
-    return [
-        dict(record)
-        for record in records
-        if isinstance(record.get("seconds"), dict)
-        and numbers([record.get(key) for key in ("start", "time", "created")])
-        and numbers(list(record["seconds"].values()))
-        and isinstance(record.get("step", 0), int)
-        and isinstance(record.get("phase", ""), str)
-    ]
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pe_lab.config import to_json
-from pe_lab.errors import DataError
 from pe_lab.identity import config_hash, versions
 from pe_lab.storage import (
     AnyPath,
     AppendedLog,
-    read_records,
-    record_line,
     salvage_records,
     write_json,
 )
 from pe_lab.storage.manifest import salvage_sealed, sealed
+from pe_lab.storage.run_files import LOGS, PHASE_FILE, LogDigest, no_step
 from pe_lab.terminal import console
 from pe_lab.training.ledger import WAITS, StepTimes
 from pe_lab.training.trackers import Background, numbers_of
@@ -28,8 +26,6 @@ if TYPE_CHECKING:  # pe_lab.verify reads logs, and does without JAX
     from pe_lab.model import Flops
     from pe_lab.training.plan import PhasePlan
     from pe_lab.training.run import Run
-
-PHASE_FILE, LOGS = "phase.json", ("metrics", "speed", "spikes")
 
 
 def _writes() -> bool:
@@ -57,7 +53,7 @@ class PhaseLogs:
         was when the checkpoint was saved (`expected`), a line says so. `trackers` opens the trackers; those that cannot
         forget get no step up to `skip` (-1: any), which are computed again with the same result.
         """
-        self._digest, self.reached = _LogDigest(), -1  # the highest step that was logged before
+        self._digest, self.reached = LogDigest(), -1  # the highest step that was logged before
         self._logs: dict[str, AppendedLog] = {}
         self._directory = directory
         self._trackers: Sequence[Background] = ()
@@ -71,7 +67,7 @@ class PhaseLogs:
 
         for name in LOGS:
             path = directory / f"{name}.jsonl"
-            records = salvage_records(path, _no_step, console().print)
+            records = salvage_records(path, no_step, console().print)
             if name != "spikes" or records:
                 kept = [record for record in records if stays(record)]
                 self._logs[name] = AppendedLog(path, kept, waits=True)
@@ -114,52 +110,6 @@ class PhaseLogs:
         with contextlib.ExitStack() as stack:  # which begins with what came last
             for one in (*self._trackers, *self._logs.values()):
                 stack.callback(one.close)
-
-
-def _no_step(record: Mapping[str, Any]) -> str:
-    """Why a record of a log cannot be placed; "" if it can."""
-    step = record.get("step")
-    return "" if isinstance(step, int) and not isinstance(step, bool) else "no step"
-
-
-def log_damage(directory: AnyPath, name: str, step: int = 0, expected: Mapping[str, Any] | None = None) -> str:
-    """What is wrong with a log of a phase; "" if nothing is.
-
-    Args:
-      directory: of the phase.
-      name: one of `LOGS`.
-      step, expected: of its last checkpoint, and the `digest` of metrics.jsonl up to there.
-    """
-    path, digest = directory / f"{name}.jsonl", _LogDigest()
-    try:
-        for record in read_records(path, partial=True, check=_no_step):
-            if record["step"] <= step:
-                digest.add(record)
-    except DataError as error:
-        return str(error)
-    if name == "metrics" and expected not in (None, digest.value):
-        return f"{path} is not what was logged up to step {step}."
-    return ""
-
-
-class _LogDigest:
-    """The digest of metrics.jsonl without the records of rewinds, which stay when the log goes back to a checkpoint."""
-
-    def __init__(self) -> None:
-        import google_crc32c
-
-        self._checksum, self._size = google_crc32c.Checksum(), 0
-
-    def add(self, *records: Mapping[str, Any]) -> None:
-        for record in records:
-            if record.get("event") != "rewind":
-                line = record_line(record)
-                self._checksum.update(line)
-                self._size += len(line)
-
-    @property
-    def value(self) -> dict[str, Any]:
-        return {"size": self._size, "crc32c": self._checksum.hexdigest().decode()}
 
 
 class Speed:
@@ -290,12 +240,12 @@ def mark_complete(directory: AnyPath, expected: Mapping[str, Any] | None = None)
         logs = {}
         for name in LOGS:
             told: list[str] = []
-            logs[name] = salvage_records(directory / f"{name}.jsonl", _no_step, told.append)
+            logs[name] = salvage_records(directory / f"{name}.jsonl", no_step, told.append)
             if told:
                 console().print(told[0])
                 AppendedLog(directory / f"{name}.jsonl", logs[name]).close()
         record = salvage_sealed(path, console().print)
-        found = _LogDigest()
+        found = LogDigest()
         found.add(*logs["metrics"])
         if expected not in (None, found.value):
             console().print(f"DAMAGED: {directory / 'metrics.jsonl'} is not what was logged")
@@ -320,7 +270,7 @@ def checkpoint_metadata(
     """
     import jax
 
-    from pe_lab.checkpoints.checkpoint import metadata_of
+    from pe_lab.checkpoints.store import metadata_of
 
     model, seed, step = run.models[phase.index].config, run.config.seed, lineage[-1]["step"]
     return metadata_of(

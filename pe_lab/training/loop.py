@@ -10,11 +10,8 @@ from typing import NamedTuple
 import jax
 import optax
 
-from pe_lab.checkpoints.checkpoint import new_id
-from pe_lab.checkpoints.locating import DIRECTORY
-from pe_lab.checkpoints.retention import Retention
-from pe_lab.checkpoints.store import Store
-from pe_lab.checkpoints.surgery import lineage_entry
+from pe_lab.checkpoints.locating import DIRECTORY, lineage_entry, new_id
+from pe_lab.checkpoints.store import Retention, Store
 from pe_lab.data.pipeline import Pipeline
 from pe_lab.errors import SaveFailed, TrainingDiverged
 from pe_lab.model import Flops

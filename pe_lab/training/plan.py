@@ -15,7 +15,7 @@ import optax
 from jax.sharding import Mesh
 
 from pe_lab import storage
-from pe_lab.checkpoints import is_external, open_source
+from pe_lab.checkpoints.checkpoint import is_external, open_source
 from pe_lab.config import Config, ModelConfig, PhaseConfig, ProlongedConfig, check_bounds, check_name
 from pe_lab.data.needles import NeedleOptions, place_symbols
 from pe_lab.data.shards import METADATA_FILE, read_metadata

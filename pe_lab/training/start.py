@@ -15,12 +15,10 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pe_lab.checkpoints import open_checkpoint, open_source
-from pe_lab.checkpoints.checkpoint import Checkpoint, new_id
+from pe_lab.checkpoints.checkpoint import Checkpoint, new_id, open_checkpoint, open_source
 from pe_lab.checkpoints.locating import DIRECTORY, FORMER, first_line
-from pe_lab.checkpoints.qk_norm import change_qk_norm
 from pe_lab.checkpoints.store import Store, templates
-from pe_lab.checkpoints.surgery import FREE_FIELDS, NOTHING, change, check_same_shape, lineage_entry
+from pe_lab.checkpoints.surgery import FREE_FIELDS, NOTHING, change, change_qk_norm, check_same_shape, lineage_entry
 from pe_lab.config import DistillConfig, ModelConfig, PhaseConfig
 from pe_lab.errors import CheckpointError, ConfigError, DataError, EncodingError, StoreError, UserError
 from pe_lab.identity import change_text, changed, may_change

@@ -20,9 +20,12 @@ from pe_lab.analysis.head_entropy import (  # noqa: E402
     choice,
     gram,
 )
-from pe_lab.checkpoints import Checkpoint, open_checkpoint  # noqa: E402
-from pe_lab.checkpoints.checkpoint import metadata_of  # noqa: E402
-from pe_lab.checkpoints.weights import weights_digest  # noqa: E402
+from pe_lab.checkpoints.checkpoint import (  # noqa: E402
+    Checkpoint,
+    open_checkpoint,
+    weights_digest,  # noqa: E402
+)
+from pe_lab.checkpoints.store import metadata_of  # noqa: E402
 from pe_lab.config import ModelConfig  # noqa: E402
 from pe_lab.data.tokenizers import load_tokenizer, save_tokenizer  # noqa: E402
 from pe_lab.errors import UserError  # noqa: E402

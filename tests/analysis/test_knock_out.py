@@ -23,7 +23,7 @@ from pe_lab.analysis.knock_out import (
 )
 from pe_lab.analysis.sequences import SequenceQuestions, Sequences, open_sequences
 from pe_lab.analysis.session import AnalysisSession
-from pe_lab.checkpoints import Checkpoint
+from pe_lab.checkpoints.checkpoint import Checkpoint
 from pe_lab.config import ModelConfig
 from pe_lab.data.tokenizers import load_tokenizer
 from pe_lab.evaluation.variants import Subject, Variant

@@ -26,7 +26,7 @@ from pe_lab.analysis.losses import (
 )
 from pe_lab.analysis.sequences import Sequences
 from pe_lab.analysis.session import AnalysisSession
-from pe_lab.checkpoints import Checkpoint
+from pe_lab.checkpoints.checkpoint import Checkpoint
 from pe_lab.config import ModelConfig
 from pe_lab.data.tokenizers import load_tokenizer
 from pe_lab.errors import ConfigError

@@ -14,8 +14,8 @@ from pe_lab.analysis import positional_bias
 from pe_lab.analysis.positional_bias import PATTERNS, BiasGroup, compare
 from pe_lab.analysis.sequences import Sequences
 from pe_lab.analysis.session import AnalysisSession, distinct_names, named_by_encoding
-from pe_lab.checkpoints import Checkpoint
-from pe_lab.checkpoints.checkpoint import metadata_of
+from pe_lab.checkpoints.checkpoint import Checkpoint
+from pe_lab.checkpoints.store import metadata_of
 from pe_lab.config import ModelConfig
 from pe_lab.errors import UserError
 from pe_lab.evaluation.variants import Subject, all_variants

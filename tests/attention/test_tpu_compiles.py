@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pe_lab.attention.kernels.tpu import tpu_key_block
 from pe_lab.attention.kernels.tpu_gradient import tpu_key_block_gradient
 from pe_lab.attention.key_block import AttentionInputs, KeyRotation
-from pe_lab.parallel.ahead_of_time import libtpu_version, topology_devices
+from pe_lab.parallel.compiler import libtpu_version, topology_devices
 from pe_lab.parallel.topology import parse_topology
 
 ROOT = Path(__file__).parents[2]

@@ -14,12 +14,17 @@ import pytest
 from tiny_runs import compilations_kept, finish, reseal, start_together, tiny, trained  # noqa: F401
 
 import pe_lab
-from pe_lab.checkpoints import Checkpoint, Store, find_checkpoints, open_checkpoint, resolve
-from pe_lab.checkpoints.checkpoint import metadata_of
-from pe_lab.checkpoints.locating import absent_arrays, read_manifest, read_metadata, tokenizer_directory
+from pe_lab.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from pe_lab.checkpoints.locating import (
+    absent_arrays,
+    find_checkpoints,
+    read_manifest,
+    read_metadata,
+    resolve,
+    tokenizer_directory,
+)
 from pe_lab.checkpoints.native import NativeSource
-from pe_lab.checkpoints.retention import Retention
-from pe_lab.checkpoints.store import templates
+from pe_lab.checkpoints.store import Retention, Store, metadata_of, templates
 from pe_lab.config import MeshConfig, ModelConfig, to_json
 from pe_lab.errors import ConfigError, DataError, SaveFailed, UserError
 from pe_lab.identity import config_hash
@@ -162,8 +167,8 @@ def test_damage_is_said_in_one_line(copy, item, how):
 def test_another_format_is_named(copy):
     step = copy / "recalibrate" / "checkpoints" / "6"
     (file,) = [p for p in data_files(step / "metadata") if "format" in p.read_text()]
-    file.write_text(file.read_text().replace('"format": 3', '"format": 99').replace('"format":3', '"format":99'))
-    with pytest.raises(UserError, match="has format 99; this version reads up to 3"):
+    file.write_text(file.read_text().replace('"format": 1', '"format": 99').replace('"format":1', '"format":99'))
+    with pytest.raises(UserError, match="has format 99; this version reads 1"):
         read_metadata(step)
 
 

@@ -72,7 +72,7 @@ class CheckpointMetadata(Kind):
     def prepare(self, directory: Path) -> None:
         import dataclasses
 
-        from pe_lab.checkpoints import open_checkpoint
+        from pe_lab.checkpoints.checkpoint import open_checkpoint
         from pe_lab.checkpoints.surgery import write_child
 
         parent = open_checkpoint(f"hf:{DATA / 'llama'}")

@@ -16,7 +16,8 @@ from pe_lab.model import Auxiliary, Model, normal, register_feed_forward, train_
 from pe_lab.model.modules import FEED_FORWARDS
 from pe_lab.parallel import AxisRules, make_mesh
 from pe_lab.positional import Rope, build_schedule, import_encodings, layers
-from pe_lab.training import compile_train_step, init_state, make_optimizer, make_shardings, place_batch
+from pe_lab.training.optimizer import make_optimizer
+from pe_lab.training.step import compile_train_step, init_state, make_shardings, place_batch
 
 experts = import_encodings(str(Path(__file__).parents[2] / "docs/experts.py"))
 CONFIG = ModelConfig(

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from tiny_runs import compilations_kept, opened, records, tiny, train  # noqa: F401
 
-from pe_lab.checkpoints import open_checkpoint
+from pe_lab.checkpoints.checkpoint import open_checkpoint
 from pe_lab.checkpoints.locating import steps_in
 from pe_lab.config import to_json
 from pe_lab.errors import ConfigError
-from pe_lab.identity import MAY_CHANGE, change_text, changed, claim_workdir, may_change, write_run
+from pe_lab.identity import MAY_CHANGE, change_text, changed, check_workdir, may_change, write_run
 from pe_lab.training import loop
 from pe_lab.training.evaluators import Evaluator
 
@@ -52,7 +52,7 @@ def test_every_key_that_differs_is_recorded_and_a_lineage_has_those_of_its_phase
     write_run(workdir, config, "first", {})
     more = {"log__every_steps": 5, "evaluation__tokens": 99, "phases__0__batch_size": 4, "phases__1__batch_size": 2}
     other = tiny(tmp_path / "recipe", **more)
-    write_run(workdir, other, "second", claim_workdir(workdir, other))
+    write_run(workdir, other, "second", check_workdir(workdir, other))
     (change,) = json.loads((workdir / "run.json").read_text())["changes"]
     assert change["keys"] == {
         "evaluation.tokens": [65536, 99],
@@ -67,7 +67,7 @@ def test_a_refusal_lists_what_may_change_and_deletes_nothing(tmp_path):
     config, workdir = tiny(tmp_path / "recipe"), tmp_path / "run"
     write_run(workdir, config, "first", {})
     with pytest.raises(ConfigError) as refused:
-        claim_workdir(workdir, tiny(tmp_path / "recipe", seed=3))
+        check_workdir(workdir, tiny(tmp_path / "recipe", seed=3))
     message = str(refused.value)
     assert "seed: 0 there, 3 here" in message and message.endswith("Choose another --workdir.")
     assert all(key in message for key in MAY_CHANGE) and "delete" not in message

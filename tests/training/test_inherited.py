@@ -8,7 +8,7 @@ import pytest
 from tiny_runs import compilations_kept, opened, train_on_one_device, trained  # noqa: F401
 
 import pe_lab.train
-from pe_lab.checkpoints import open_checkpoint
+from pe_lab.checkpoints.checkpoint import open_checkpoint
 from pe_lab.config import Config as RunConfig
 from pe_lab.config import from_dict, to_json
 from pe_lab.errors import UserError

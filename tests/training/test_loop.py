@@ -23,7 +23,8 @@ from tiny_runs import (
 
 import pe_lab
 from pe_lab import terminal
-from pe_lab.checkpoints import find_checkpoints, open_checkpoint
+from pe_lab.checkpoints.checkpoint import open_checkpoint
+from pe_lab.checkpoints.locating import find_checkpoints
 from pe_lab.errors import DataError, TrainingDiverged, UserError
 from pe_lab.identity import config_hash
 from pe_lab.parallel.stopping import Stopped

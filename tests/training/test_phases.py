@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tiny_runs import compilations_kept, opened, records, tiny, train, trained  # noqa: F401
 
-from pe_lab.checkpoints import open_checkpoint
+from pe_lab.checkpoints.checkpoint import open_checkpoint
 from pe_lab.config import Config, MeshConfig, PhaseConfig
 from pe_lab.errors import UserError
 from pe_lab.positional import Layer, NoPE, Rope, Yarn, drop, pattern, rescale, rnope_swa

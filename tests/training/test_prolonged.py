@@ -21,7 +21,7 @@ from tiny_runs import (
 )
 
 import pe_lab.train
-from pe_lab.checkpoints import open_checkpoint
+from pe_lab.checkpoints.checkpoint import open_checkpoint
 from pe_lab.checkpoints.locating import steps_in
 from pe_lab.config import Config, OptimizerConfig, ProlongedConfig, from_dict, to_json
 from pe_lab.errors import ConfigError, UserError

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tiny_runs import assert_same_training, compilations_kept, losses, tiny, train, trained  # noqa: F401
 
-from pe_lab.checkpoints import open_checkpoint
+from pe_lab.checkpoints.checkpoint import open_checkpoint
 from pe_lab.config import DistillConfig, TransitionConfig
 from pe_lab.errors import ConfigError
 from pe_lab.positional import Layer, NoPE

@@ -24,7 +24,7 @@ from pe_lab.lab.claims.verdict import Values
 from pe_lab.lab.sweeps import Runner, Sweep, run_sweep
 from pe_lab.lab.sweeps.cells import FILE, LAST_PHASE, SweepCell, load_sweep
 from pe_lab.lab.sweeps.state import COMPLETE, FAILED, CellState, is_trained, phases_of
-from pe_lab.parallel.mesh import AXES
+from pe_lab.parallel.sharding import AXES
 from pe_lab.recipes import explained, load_config
 from pe_lab.results.groups import SEEDS
 from pe_lab.results.records import digest, number

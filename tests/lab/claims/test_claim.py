@@ -9,7 +9,7 @@ import pytest
 from matplotlib.figure import SubFigure
 from tiny_runs import finish, start, write_recipe
 
-from pe_lab.checkpoints import open_source
+from pe_lab.checkpoints.checkpoint import open_source
 from pe_lab.claims import main
 from pe_lab.config import Config, from_dict
 from pe_lab.errors import ConfigError
