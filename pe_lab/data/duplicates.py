@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Bool, Int, Int64, UInt8, UInt32, UInt64
 
 from pe_lab.data.filters import REASONS, Filters
-from pe_lab.data.token_stream import tensor_places
+from pe_lab.data.shards import tensor_places
 from pe_lab.errors import UnsupportedError
 from pe_lab.storage import AnyPath, is_remote, read_bytes, write_file
 

@@ -267,7 +267,6 @@ def _train_steps(work: _Work, start: Start, pipeline: Pipeline, rewinds: Rewinds
                     work.replay.check(step + 1, state, batch, schedule)
                 with times.dispatch():
                     state, metrics = work.train_step(state, batch, schedule)
-                pipeline.read_ahead()
                 if first:
                     jax.block_until_ready(metrics)  # the first step compiles: its time is no measure of speed
             step += 1

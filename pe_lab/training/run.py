@@ -299,6 +299,7 @@ def open_pipeline(config: Config, phase: PhasePlan, mesh: Mesh, state: Mapping[s
             batch_size=phase.config.batch_size,
             seed=config.data.seed + phase.index,
             weights=phase.config.weights,
+            vocab_size=config.model.vocab_size,
             **batch_share(mesh),
         )
         if state is not None:
@@ -316,6 +317,7 @@ def held_out_batches(config: Config, phase: PhasePlan, mesh: Mesh, count: int) -
         sequence_length=phase.config.sequence_length,
         batch_size=phase.config.batch_size // phase.config.accumulate,
         count=count,
+        vocab_size=config.model.vocab_size,
         **batch_share(mesh),
     )
 
