@@ -332,6 +332,6 @@ class GrainIteration:
 
     def _ended(self, at: int) -> DataError:
         return DataError(
-            f"{self._source.where}: {self._source.address} ends after fewer than {at + self._size:,} elements. Train for "
-            "fewer steps, or repeat the dataset."
+            f"{self._source.where}: {self._source.address} ends after fewer than {at + self._size:,} elements. Train "
+            "for fewer steps, or repeat the dataset."
         )

@@ -193,9 +193,7 @@ class Pipeline:
 
     def _step_batches(self) -> StepBatches:
         segments, eos_id = self._about["segments"], self.tokenizer.eos_id
-        return StepBatches(
-            self._windows, self._order, self._supply, self._left_out, self._process, segments, eos_id
-        )
+        return StepBatches(self._windows, self._order, self._supply, self._left_out, self._process, segments, eos_id)
 
     def _opened(self) -> grain.DatasetIterator:
         """Grain's iterator over the steps, from the next one on."""

@@ -154,7 +154,7 @@ def gather_batch(
     return make_batch(arrays, segments=segments, eos_id=eos_id)
 
 
-def _joined(parts: Sequence[tuple[Int64[np.ndarray, " m"], WindowArrays]], size: int, eos_id: int) -> WindowArrays:
+def _joined(parts: Sequence[tuple[Int64[np.ndarray, " _"], WindowArrays]], size: int, eos_id: int) -> WindowArrays:
     """The windows of several sources, each at its places."""
     shape = (sum(len(mine) for mine, _ in parts), size)
     tokens, weights = np.empty(shape, np.int32), np.empty((shape[0], size - 1), np.float32)

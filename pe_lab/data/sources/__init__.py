@@ -39,7 +39,8 @@ def open_source(config: SourceConfig) -> Source:
     if kind not in KINDS:
         raise ConfigError(
             f"data source {config.source!r}: unknown kind {kind!r}. "
-            f"{did_you_mean(kind, (*KINDS, 'needles', 'prepared'))} Use {FORMS}, prepared:DIR or needles."
+            f"{did_you_mean(kind, (*KINDS, 'needles', 'prepared', 'grain'))} Use {FORMS}, prepared:DIR, "
+            "grain:FILE.py:FUNCTION or needles."
         )
     if bool(where) == (kind in WITHOUT_ADDRESS):
         raise ConfigError(f"data source {config.source!r} is incomplete. Use {FORMS}.")

@@ -1,4 +1,4 @@
-"""The interface of a tokenizer, and the tokenizer of bytes."""
+"""The interface of a tokenizer, the tokenizer of bytes, and the one that a run without strings has."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from jaxtyping import Int32
 
 from pe_lab.data.tokenizers.companions import CONFIGURATION, AddedToken, Companions, split_at_tokens
 from pe_lab.data.tokenizers.tokenizer_json import bytes_tokenizer_json
+from pe_lab.errors import UnsupportedError
 
 TOKENIZER_JSON = "tokenizer.json"
 SENTENCEPIECE_MODEL = "tokenizer.model"
@@ -29,7 +30,7 @@ class Tokenizer(Protocol):
     tokenizer adds it, unless add_special_tokens=False (after a chat template, which contains it).
     """
 
-    kind: str  # "bytes" | "hf" | "sentencepiece"
+    kind: str  # "bytes" | "hf" | "sentencepiece" | "none"
     vocab_size: int  # the largest id, plus one
     eos_id: int
     bos_id: int | None  # the first token of a prompt, if there is one
@@ -108,6 +109,41 @@ class ByteTokenizer(Tokenizer):
     def exported_files(self) -> dict[str, bytes]:
         configuration = transformers_configuration({}, eos_token=self.end.content)
         return {TOKENIZER_JSON: bytes_tokenizer_json(self.end).encode(), CONFIGURATION: configuration}
+
+
+class NoTokenizer(Tokenizer):
+    """What stands for the tokenizer of a run whose data are token ids of an unknown one: it knows no strings."""
+
+    kind = "none"
+    vocab_size = 0
+    eos_id = 0  # fills windows that have no targets
+    bos_id = None
+    stop_ids = ()
+    fingerprint = "none"
+    companions = Companions("none")
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
+        raise _without_tokenizer()
+
+    def encode_prompt(self, text: str, add_special_tokens: bool = True) -> Int32[np.ndarray, " n"]:
+        raise _without_tokenizer()
+
+    def encode_with_offsets(self, text: str) -> tuple[Int32[np.ndarray, " n"], Int32[np.ndarray, "n 2"]]:
+        raise _without_tokenizer()
+
+    def decode(self, ids: Iterable[SupportsIndex], skip_special_tokens: bool = True) -> str:
+        """The ids as numbers."""
+        return " ".join(str(int(i)) for i in ids)
+
+    def files(self) -> dict[str, bytes]:
+        return {}
+
+    def exported_files(self) -> dict[str, bytes]:
+        return {}
+
+
+def _without_tokenizer() -> UnsupportedError:
+    return UnsupportedError("data.tokenizer is 'none', which encodes no strings: pass token ids.")
 
 
 def transformers_configuration(configuration: Mapping[str, Any], **defaults: Any) -> bytes:
