@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from pe_lab.config import SourceConfig
-from pe_lab.data import filters, preparation, shard_preparation, shards
+from pe_lab.data import filters, mixture, preparation, shard_preparation, shards
 from pe_lab.data.executors import in_this_process
 from pe_lab.data.filters import Filters
-from pe_lab.data.preparation import ensure_prepared, ensure_tokenizer, prepare
+from pe_lab.data.mixture import ensure_prepared, ensure_tokenizer
+from pe_lab.data.preparation import prepare
 from pe_lab.data.shards import METADATA_FILE, TokenStream, open_prepared, read_metadata, write_shard
 from pe_lab.data.tokenizers import ByteTokenizer, load_tokenizer
 from pe_lab.data.windows import TokenWindows, WindowArrays, documents_of, make_batch
@@ -345,7 +346,7 @@ def test_other_processes_wait_for_process_0(tmp_path, monkeypatch):
     made = ensure_prepared(config, ByteTokenizer(), "bytes", cache, 0.1)
     waiting.join(timeout=300)
     assert found == [made]
-    monkeypatch.setattr(preparation, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(mixture, "PATIENCE_SECONDS", 0.1)
     with pytest.raises(UserError, match="process 0"):
         ensure_prepared(config, ByteTokenizer(), "bytes", tmp_path / "elsewhere", 0.1, process_index=1)
     with pytest.raises(UserError, match="process 0"):

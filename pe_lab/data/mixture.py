@@ -1,28 +1,48 @@
-"""The data of a config: the tokenizer, the shards of every source, their common vocabulary, and their weights."""
+"""The data of a config: the tokenizer, the shards of every source, their common vocabulary, and their weights.
+
+What is not prepared is prepared into the cache, once: process 0 writes, and the others wait.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pe_lab import storage
 from pe_lab.config import DataConfig, SourceConfig
+from pe_lab.data.chat import chat_fingerprint
+from pe_lab.data.filters import text_of
 from pe_lab.data.grain_data import GrainIteration, GrainSource, GrainWindows
 from pe_lab.data.needles import NeedleOptions, NeedleWindows, place_symbols
 from pe_lab.data.packing import Packing, pack
-from pe_lab.data.preparation import ensure_prepared, ensure_tokenizer
-from pe_lab.data.shards import Prepared, open_prepared
+from pe_lab.data.preparation import building_directory, digest_of, prepare
+from pe_lab.data.shard_preparation import WORK
+from pe_lab.data.shards import METADATA_FILE, Prepared, open_prepared
 from pe_lab.data.sources import open_source
-from pe_lab.data.tokenizers import Tokenizer
+from pe_lab.data.tokenizers import (
+    KIND_FILE,
+    Tokenizer,
+    load_saved_tokenizer,
+    load_tokenizer,
+    save_tokenizer,
+    train_sentencepiece,
+    training_size,
+)
 from pe_lab.data.windows import PackedWindows, TokenWindows
-from pe_lab.errors import ConfigError, DataError, did_you_mean, redacted
+from pe_lab.errors import ConfigError, DataError, did_you_mean, redacted, resource
+from pe_lab.storage import is_file, is_remote, new_directory, unfinished
 
+PATIENCE_SECONDS = 600  # without a change in the directory, until a waiting process gives up
 OPENED_HERE = ("needles", "prepared", "grain")  # the kinds of sources that are no corpus of documents
 
 
@@ -174,6 +194,92 @@ def _check_prepared(config: SourceConfig, opened: Prepared, tokenizer: Tokenizer
             f"{opened.tokenizer.fingerprint}, the mixture uses {tokenizer.fingerprint}. "
             "Prepare all sources with one tokenizer."
         )
+
+
+def ensure_prepared(
+    config: SourceConfig,
+    tokenizer: Tokenizer,
+    specification: str,
+    cache_dir: Path,
+    validation_fraction: float,
+    process_index: int = 0,
+) -> Path:
+    """The directory of a source's shards in the cache. If it is missing, process 0 prepares it and the others wait.
+
+    The name of the directory contains a hash of everything that the shards depend on.
+
+    Raises:
+      DataError: the source cannot be prepared, or process 0 does not prepare it.
+    """
+    source = open_source(config)
+    options, shown = dict(config.options), redacted(config.source)
+    key = [
+        resource(config.source),
+        config.column,
+        options,
+        source.identity(),
+        tokenizer.fingerprint,
+        validation_fraction,
+    ]
+    key += [chat_fingerprint(tokenizer)] if config.chat else []
+    name = re.sub(r"[^A-Za-z0-9]+", "-", shown).strip("-")[:40].lower() or "source"
+    directory = cache_dir / f"{name}-{digest_of(key)}"
+
+    def make() -> None:
+        prepare(config, tokenizer, specification, directory, validation_fraction)
+
+    return _cached(directory, METADATA_FILE, process_index, make)
+
+
+def ensure_tokenizer(
+    specification: str, configs: Sequence[SourceConfig], cache_dir: Path, process_index: int = 0
+) -> Tokenizer:
+    """The tokenizer of a specification; `sentencepiece:train:SIZE` is trained on the sources once, by process 0.
+
+    Raises:
+      UserError: the tokenizer cannot be read or trained.
+    """
+    size = training_size(specification)
+    if size is None:
+        return load_tokenizer(specification)
+    sources = [open_source(config) for config in configs]
+    if not sources:
+        raise ConfigError(
+            f"data.tokenizer={specification!r} has no text to train on. Add a text source, or use tokenizer=bytes."
+        )
+    key = [size, [[resource(s.name), c.column, s.identity()] for s, c in zip(sources, configs, strict=True)]]
+    directory = cache_dir / f"tokenizer-sentencepiece-{size}-{digest_of(key)}"
+
+    def make() -> None:
+        documents = (text_of(document) for source in sources for document in source.documents())
+        trained = train_sentencepiece(documents, size, ", ".join(s.name for s in sources))
+        with new_directory(directory, marker=KIND_FILE) as building:
+            save_tokenizer(trained, building)
+
+    return load_saved_tokenizer(_cached(directory, KIND_FILE, process_index, make))
+
+
+def _cached(directory: Path, marker: str, process_index: int, make: Callable[[], None]) -> Path:
+    """The directory; if it has no file `marker`, process 0 makes it and the others wait."""
+    if is_file(directory / marker):
+        return directory
+    if process_index == 0:
+        make()
+        return directory
+    last_change = time.time()
+    while not is_file(directory / marker):
+        time.sleep(0.2)
+        being_filled = [building_directory(directory), building_directory(directory) / WORK, *unfinished(directory)]
+        for building in being_filled if not is_remote(directory) else ():
+            with contextlib.suppress(OSError):
+                last_change = max(last_change, *(p.stat().st_mtime for p in (building, *building.iterdir())))
+        if time.time() - last_change > PATIENCE_SECONDS:
+            raise DataError(
+                f"Waited {PATIENCE_SECONDS:.0f} s for process 0 to write {directory}, without any change there. "
+                "Put data.cache_dir on a file system that all hosts share, or run python -m pe_lab.prepare on "
+                "each host and set data.prepared."
+            )
+    return directory
 
 
 def _source_configs(config: DataConfig) -> list[SourceConfig]:

@@ -61,7 +61,7 @@ class Metadata:
 
     source: str
     column: str
-    identity: Any  # `Source.identity` at that time
+    identity: Any  # `DataSource.identity` at that time
     tokenizer: str  # its specification
     tokenizer_fingerprint: str
     vocab_size: int
