@@ -2,7 +2,9 @@
 
 import itertools
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -290,3 +292,20 @@ def test_more_bad_input(file, tmp_path):
     with pytest.raises(UserError, match="raises ModuleNotFoundError"):
         build(alone(file, "mapped"))
     assert from_dict(Config, {"data": {"grain": "a.py:b"}}).data.grain == "a.py:b"
+
+
+def test_the_example_of_the_docs_reads_every_window_of_a_file_once(tmp_path, monkeypatch):
+    page = (Path(__file__).parents[1] / "docs/data.md").read_text()
+    code = re.search(r"```python\n(import grain\n.*?)```", page, re.DOTALL)[1]
+    monkeypatch.chdir(tmp_path)
+    Path("my_data.py").write_text(code)
+    text = "".join(chr(32 + i % 91) for i in range(5_000))
+    Path("essays.txt").write_text(text)
+    pipeline = build(DataConfig(grain="my_data.py:dataset"))
+    windows = pipeline.describe(1)[0]["windows"]
+    assert windows == (4_500 - 1) // LENGTH
+    read = [bytes(row.astype(np.uint8)).decode() for batch in take(pipeline, 23) for row in batch["tokens"]]
+    starts = [start for start in range(0, windows * LENGTH, LENGTH)]
+    assert len(read) == 276 and set(read) <= {text[start : start + LENGTH] for start in starts}
+    assert pipeline.steps_of(1) == windows // BATCH == 23
+    assert validation_batches(DataConfig(grain="my_data.py:dataset"), sequence_length=LENGTH, batch_size=4, count=2)
