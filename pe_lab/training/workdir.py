@@ -193,6 +193,8 @@ def working_alone(workdir: AnyPath, show: Callable[[str], None]) -> Iterator[Non
 
 def keep_tokenizer(workdir: AnyPath, tokenizer: Tokenizer, tell: Callable[[str], None]) -> None:
     """Writes the tokenizer to the workdir, where its checkpoints are read with it, unless it is there and whole."""
+    if tokenizer.kind == "none":
+        return
     directory = workdir / "tokenizer"
     if exists(directory / KIND_FILE):
         try:

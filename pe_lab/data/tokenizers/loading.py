@@ -99,7 +99,6 @@ def load_saved_tokenizer(directory: AnyPath) -> Tokenizer:
     kind = str(about.get("kind"))
     saved = {
         "bytes": "bytes",
-        "none": "none",
         "sentencepiece": f"sentencepiece:{directory / SENTENCEPIECE_MODEL}",
         "hf": f"hf:{directory / TOKENIZER_JSON}",
     }

@@ -112,7 +112,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class NoTokenizer(Tokenizer):
-    """What stands for the tokenizer of a run whose data are token ids of an unknown one: it knows no strings."""
+    """Stands for the tokenizer of a run whose data are ids of an unknown one. Its checkpoints come without one."""
 
     kind = "none"
     vocab_size = 0
