@@ -27,7 +27,7 @@ from pe_lab.data.tokenizers import (
     training_size,
 )
 from pe_lab.data.tokenizers.companions import AddedToken, render_chat, split_at_tokens
-from pe_lab.data.tokenizers.difficult_strings import DIFFICULT
+from pe_lab.data.tokenizers.tokenizer import DIFFICULT
 from pe_lab.errors import DataError, UserError
 
 TEXT = "def f(x):\n\treturn  x  # naïve ☃\n\n    äöü 12345\n  "

@@ -7,11 +7,17 @@ from pathlib import Path
 
 from pe_lab import storage
 from pe_lab.data.tokenizers.companions import COMPANIONS, VOCABULARIES, Companions
-from pe_lab.data.tokenizers.difficult_strings import DIFFICULT
 from pe_lab.data.tokenizers.gguf import load_gguf_tokenizer
 from pe_lab.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from pe_lab.data.tokenizers.sentencepiece import SentencePieceTokenizer
-from pe_lab.data.tokenizers.tokenizer import SENTENCEPIECE_MODEL, TOKENIZER_JSON, ByteTokenizer, NoTokenizer, Tokenizer
+from pe_lab.data.tokenizers.tokenizer import (
+    DIFFICULT,
+    SENTENCEPIECE_MODEL,
+    TOKENIZER_JSON,
+    ByteTokenizer,
+    NoTokenizer,
+    Tokenizer,
+)
 from pe_lab.errors import CheckpointError, ConfigError, DataError
 from pe_lab.storage import AnyPath, read_json, write_files
 
