@@ -143,6 +143,23 @@ def test_batches_are_left_out_and_told(file, function):
     assert function == "mapped" or list(build(config).sequences(0)) != [] and list(resumed.sequences(0)) == []
 
 
+@pytest.mark.parametrize("function", ["holed", "holed_iterated"])
+def test_a_bad_element_is_met_again(file, function):
+    """Nobody who catches the error trains on what follows."""
+    bad = "\ndef holed(split, seed, length):\n"
+    bad += "    tokens = lambda i: np.full(length + 1, 300 if i == 30 else i)\n"
+    bad += "    return grain.MapDataset.range(ELEMENTS).map(lambda i: {'tokens': tokens(i)})\n"
+    bad += "\ndef holed_iterated(*given):\n    return holed(*given).to_iter_dataset()\n"
+    file.write_text(FILE + bad)
+    pipeline = build(alone(file, function))
+    assert numbers(take(pipeline, 2)) == list(range(24))
+    for _ in range(2):
+        with pytest.raises(UserError, match="element 30 of .* has the token id 300"):
+            next(pipeline)
+    pipeline.leave_out([2])
+    assert numbers(take(pipeline, 1)) == list(range(36, 48))
+
+
 def test_it_is_mixed_by_weight_with_other_sources(file, tmp_path):
     text = SourceConfig(numbered(tmp_path / "a.jsonl", 200), weight=0.5, name="text")
     mine = SourceConfig(f"grain:{file}:mapped", weight=0.25, name="mine", epochs=1)

@@ -94,7 +94,9 @@ class GrainSource:
             )
         windows = GrainWindows(self, dataset, length)
         if not windows.elements:
-            raise DataError(f"{self.where}: {self.address}({split!r}, ...) has no elements.")
+            raise DataError(
+                f"{self.where}: {self.address}({split!r}, ...) has no elements. Return None where there are none."
+            )
         return windows
 
     def function(self) -> Callable[[str, int, int], Any]:
@@ -248,13 +250,15 @@ class GrainIteration:
         return self._source.arrays(elements, self.length, range(first, first + len(elements)))
 
     def take(self, at: int) -> list[Any]:
-        """The elements of the batch that begins with element `at`, at or after those that were drawn.
+        """The elements of the batch that begins with element `at`: that after the last one, or one of the last again.
 
         Raises:
           DataError: the dataset ends before.
         """
         if at != self.at:
-            self.set_state(self._passed(self.get_state(), at - self.at), at)
+            state = self._state_before(at)
+            assert state is not None
+            self._continue(state, at)
         self._kept[at] = self.get_state()
         for former in sorted(self._kept)[:-KEPT]:
             del self._kept[former]
@@ -267,16 +271,31 @@ class GrainIteration:
 
     def peek(self, at: int) -> list[Any]:
         """The elements of a batch that begins with element `at`; [] of one before those given last."""
-        known = [former for former in (*self._kept, self.at) if former <= at]
-        if not known:
+        state = self._state_before(at)
+        if state is None:
             return []
-        begin = max(known)
-        state = self._passed(self._kept.get(begin) or self.get_state(), at - begin)
         iterator = iter(self._dataset)
         iterator.set_state(state)
         elements = [element for _, element in zip(range(self._size), iterator, strict=False)]
         iterator.close()
         return elements
+
+    def _state_before(self, at: int) -> dict[str, Any] | None:
+        """The state of the iterator before element `at`; None of one before those given last."""
+        known = {self.at: self.get_state(), **self._kept}
+        begin = max((former for former in known if former <= at), default=None)
+        if begin is None:
+            return None
+        iterator = iter(self._dataset)
+        iterator.set_state(known[begin])
+        for passed in range(begin, at):
+            try:
+                next(iterator)
+            except StopIteration:
+                raise self._ended(passed) from None
+        found = iterator.get_state()
+        iterator.close()
+        return found
 
     def get_state(self) -> dict[str, Any]:
         """Grain's state of the iterator. `DataError` if it is no JSON, which a checkpoint needs."""
@@ -293,19 +312,27 @@ class GrainIteration:
         """Continues from a state, before which `at` elements were drawn; `CheckpointError` if it does not fit."""
         self.close()
         try:
-            self._opened().set_state(dict(state))
+            self._continue(state, at)
         except Exception as error:
             raise CheckpointError(
                 f"{self._source.where}: the checkpoint's state does not fit {self._source.address}, which has changed: "
                 f"{type(error).__name__}: {error}. Bring it back, or start a new workdir."
             ) from error
-        self.at = at
 
     def close(self) -> None:
         """Stops the thread that reads ahead; the next batch is the first one again unless a state is set."""
+        self._stop()
+        self.at, self._kept = 0, {}
+
+    def _stop(self) -> None:
         if self._iterator is not None:
             self._iterator.close()
-        self._iterator, self.at, self._kept = None, 0, {}
+        self._iterator = None
+
+    def _continue(self, state: Mapping[str, Any], at: int) -> None:
+        self._stop()
+        self._opened().set_state(dict(state))
+        self.at = at
 
     def _opened(self) -> grain.DatasetIterator:
         import grain
@@ -316,19 +343,6 @@ class GrainIteration:
                 grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=self._ahead)
             )
         return self._iterator
-
-    def _passed(self, state: Mapping[str, Any], count: int) -> dict[str, Any]:
-        """The state `count` elements after a state."""
-        iterator = iter(self._dataset)
-        iterator.set_state(dict(state))
-        for passed in range(count):
-            try:
-                next(iterator)
-            except StopIteration:
-                raise self._ended(self.at + passed) from None
-        found = iterator.get_state()
-        iterator.close()
-        return found
 
     def _ended(self, at: int) -> DataError:
         return DataError(
