@@ -253,6 +253,12 @@ def segments(split, seed, length):
 def nan(split, seed, length):
     return of(lambda t: {"tokens": np.zeros(t + 1, int), "weights": np.full(t + 1, np.nan)}, split, length)
 
+def late(split, seed, length):
+    return grain.MapDataset.range(50).map(lambda i: {}["column"])
+
+def late_iterated(split, seed, length):
+    return late(split, seed, length).to_iter_dataset()
+
 def holes(split, seed, length):
     return grain.MapDataset.range(50).map(lambda i: {"tokens": np.zeros(length + 1, int)}).filter(lambda e: False)
 """
@@ -272,6 +278,8 @@ def holes(split, seed, length):
         ("beyond", "has the token id 257, and ids are below 257. Set model.vocab_size"),
         ("segments", r"has \['segments'\]. Set data.segments=True, or leave them out"),
         ("nan", "has weights that are not finite"),
+        ("late", "element 0 of .* raises KeyError: 'column'. Mend the function"),
+        ("late_iterated", "element 0 of .* raises KeyError: 'column'. Mend the function"),
         ("holes", "is None, as MapDataset.filter leaves it. Filter an IterDataset"),
     ],
 )

@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
+import itertools
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -169,6 +170,18 @@ class GrainSource:
                 raise self._refused(number, "has weights that are not finite", "Mend them")
         return np.stack(rows)
 
+    def element(self, dataset: grain.MapDataset, number: int) -> Any:
+        """An element of a dataset; `DataError` if it cannot be made."""
+        try:
+            return dataset[number]
+        except Exception as error:
+            raise self.failed(number, error) from error
+
+    def failed(self, number: int, error: Exception) -> DataError:
+        """The error of an element, at or soon after that number, whose code raises one."""
+        reason = " ".join(str(error).split())
+        return self._refused(number, f"raises {type(error).__name__}: {reason}", "Mend the function")
+
     def _refused(self, number: int, what: str, advice: str) -> DataError:
         return DataError(f"{self.where}: element {number} of {self.address} {what}. {advice}.")
 
@@ -207,7 +220,8 @@ class GrainWindows(Windows):
 
     def read_documents(self, indices: Int[np.ndarray, " n"]) -> WindowArrays:
         numbers = np.asarray(indices).tolist()
-        return self._source.arrays([self._dataset[number] for number in numbers], self.length, numbers)
+        elements = [self._source.element(self._dataset, number) for number in numbers]
+        return self._source.arrays(elements, self.length, numbers)
 
 
 class GrainIteration:
@@ -238,10 +252,10 @@ class GrainIteration:
     def first(self, count: int) -> list[Any]:
         """The first elements, at most so many."""
         iterator, found = iter(self._dataset), []
-        for element in iterator:
-            found.append(element)
-            if len(found) == count:
-                break
+        try:
+            found += itertools.islice(iterator, count)
+        except Exception as error:
+            raise self._source.failed(0, error) from error
         iterator.close()
         return found
 
@@ -266,6 +280,8 @@ class GrainIteration:
             elements = next(self._opened())
         except StopIteration:
             raise self._ended(at) from None
+        except Exception as error:
+            raise self._source.failed(at, error) from error
         self.at += self._size
         return elements
 
@@ -276,7 +292,7 @@ class GrainIteration:
             return []
         iterator = iter(self._dataset)
         iterator.set_state(state)
-        elements = [element for _, element in zip(range(self._size), iterator, strict=False)]
+        elements = list(itertools.islice(iterator, self._size))
         iterator.close()
         return elements
 
