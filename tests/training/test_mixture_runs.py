@@ -6,7 +6,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from tiny_runs import Killed, at_step, die, records, tiny, train
+from tiny_runs import Killed, assert_same_training, at_step, die, records, tiny, train
 
 from pe_lab.config import to_json
 from pe_lab.errors import UserError
@@ -96,3 +96,30 @@ def test_epochs_count_from_the_checkpoint_on_and_are_extended_from_the_steps_the
     with pytest.raises(UserError, match=f"warmup_steps is {steps}, but"):
         optimizer = dataclasses.replace(config(4).phases[0].optimizer, warmup_steps=steps)
         open_run(config(4, optimizer=optimizer), tmp_path / "run", devices=jax.devices()[:1])
+
+
+GRAIN = """
+import grain
+import numpy as np
+
+
+def dataset(split, seed, length):
+    count = 24 if split == "validation" else 90
+    windows = grain.MapDataset.range(count).shuffle(seed).repeat().to_iter_dataset()
+    windows = windows.filter(lambda i: i % 3 != 0)
+    return windows.map(lambda i: {"tokens": (np.arange(length + 1) + i) % 50, "weights": np.full(length + 1, 0.5)})
+"""
+
+
+@pytest.mark.slow
+def test_a_run_on_a_grain_iter_dataset_goes_on_from_its_own_state(tmp_path, monkeypatch):
+    (tmp_path / "my_data.py").write_text(GRAIN)
+    data = {"data__sources": "[]", "data__grain": f"{tmp_path}/my_data.py:dataset"}
+    train(tiny(tmp_path / "recipe", **data), tmp_path / "whole")
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        at_step(patch, 5, die)
+        train(tiny(tmp_path / "recipe", **data), tmp_path / "killed")
+    train(tiny(tmp_path / "recipe", **data), tmp_path / "killed")
+    assert_same_training(tmp_path / "killed", tmp_path / "whole")
+    last = records(tmp_path / "killed/pretrain/metrics.jsonl")[-1]
+    assert last[f"read_tokens/grain:{tmp_path}/my_data.py:dataset"] == last["tokens"] == 8 * 8 * 16
