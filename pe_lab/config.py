@@ -81,8 +81,9 @@ class DataConfig:
     """The corpora, the tokenizer, and how tokens are packed into windows of `sequence_length` + 1."""
 
     sources: tuple[SourceConfig, ...] = (SourceConfig(),)
-    tokenizer: str = "bytes"  # bytes | hf:PATH | gguf:PATH | saved:DIR | sentencepiece:PATH or :train:SIZE
+    tokenizer: str = "bytes"  # bytes | hf:PATH | gguf:PATH | saved:DIR | sentencepiece:PATH or :train:SIZE | none
     prepared: str = ""  # a directory written by pe_lab.prepare; replaces `sources` and `tokenizer`
+    grain: str = field(default="", metadata=OMIT_DEFAULT)  # FILE.py:FUNCTION of a Grain dataset; replaces `sources`
     cache_dir: str = "data"  # directory of the shards that the first use writes
     segments: bool = False  # mask attention between the documents of one window
     packing: Literal["concatenate", "best_fit"] = "concatenate"  # best_fit cuts no document that fits a window

@@ -30,7 +30,7 @@ from pe_lab.storage import AnyPath, absolute, exists
 from pe_lab.terminal import command
 
 if TYPE_CHECKING:
-    from pe_lab.data.sources.source import Source
+    from pe_lab.checkpoints.source import CheckpointSource
 
 Recipe = str | Config | ConfigDict | Mapping[Any, Any]  # a file, or what `get_config` of one returns
 
@@ -377,7 +377,7 @@ def _of_checkpoint(index: int, path: str, wanted: list[tuple[str, str]]) -> dict
     return values
 
 
-def _described(source: Source) -> Any:
+def _described(source: CheckpointSource) -> Any:
     """The layers of a checkpoint for `positional`: one encoding if all layers have it, and nothing else."""
     from pe_lab.positional import Layer
 

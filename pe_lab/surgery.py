@@ -248,7 +248,9 @@ def fitting_batch(parent: Checkpoint, text: str | None) -> Mapping[str, np.ndarr
         raise ConfigError(f"A QK-norm is fitted on text, and '{parent.path}' names no data; give --text=FILE.")
     data = from_dict(DataConfig, parent.metadata["config"]["data"], f"{parent.path}: config.data")
     try:
-        found = validation_batches(data, sequence_length=length, batch_size=FIT_WINDOWS, count=1)
+        found = validation_batches(
+            data, sequence_length=length, batch_size=FIT_WINDOWS, count=1, vocab_size=parent.model.vocab_size
+        )
     except UserError as error:
         raise DataError(
             f"A QK-norm is fitted on text, and the data of '{parent.path}' cannot be read: {error} Or give --text=FILE."

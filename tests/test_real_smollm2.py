@@ -14,7 +14,7 @@ from transformers_environments import environment, projections, read, tokenize
 
 import pe_lab
 from pe_lab.analysis import frequency_use
-from pe_lab.data.tokenizers.difficult_strings import DIFFICULT
+from pe_lab.data.tokenizers.tokenizer import DIFFICULT
 from pe_lab.positional import Yarn, rescale
 
 pytestmark = pytest.mark.slow

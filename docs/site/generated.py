@@ -22,7 +22,7 @@ API = {
     "data": (
         "Data",
         ["pe_lab.data.sources", "pe_lab.data.tokenizers", "pe_lab.data.preparation", "pe_lab.data.shards",
-         "pe_lab.data.windows", "pe_lab.data.mixture", "pe_lab.data.pipeline"],
+         "pe_lab.data.grain_data", "pe_lab.data.windows", "pe_lab.data.mixture", "pe_lab.data.pipeline"],
     ),
     "training": (
         "Training",

@@ -205,7 +205,6 @@ def _train_steps(
                     programs.replay.check(step + 1, state, batch, inputs)
                 with times.dispatch():
                     state, metrics = programs.train_step(state, batch, inputs)
-                pipeline.read_ahead()
                 if first:
                     jax.block_until_ready(metrics)  # the first step compiles: its time is no measure of speed
             step += 1

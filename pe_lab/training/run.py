@@ -249,6 +249,7 @@ def open_pipeline(plan: RunPlan, phase: PhasePlan, state: Mapping[str, Any] | No
             batch_size=phase.config.batch_size,
             seed=config.data.seed + phase.index,
             weights=phase.config.weights,
+            vocab_size=config.model.vocab_size,
             **batch_share(plan.mesh),
         )
         if state is not None:
@@ -266,6 +267,7 @@ def held_out_batches(plan: RunPlan, phase: PhasePlan, count: int) -> dict[str, l
         sequence_length=phase.config.sequence_length,
         batch_size=phase.config.batch_size // phase.config.accumulate,
         count=count,
+        vocab_size=config.model.vocab_size,
         **batch_share(plan.mesh),
     )
 
@@ -294,7 +296,7 @@ def batch_share(mesh: Mesh) -> dict[str, int]:
 
 def keep_tokenizer(workdir: AnyPath, tokenizer: Tokenizer, show: Callable[[str], None]) -> None:
     """Writes the tokenizer to the workdir, where its checkpoints are read with it, unless it is there and whole."""
-    if jax.process_index() != 0:
+    if jax.process_index() != 0 or tokenizer.kind == "none":
         return
     directory = workdir / "tokenizer"
     if exists(directory / KIND_FILE):

@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from tiny_runs import Killed, at_step, die, opened, records, tiny, train
+from tiny_runs import Killed, assert_same_training, at_step, die, opened, records, tiny, train
 
 from pe_lab.checkpoints.locating import steps_in
 from pe_lab.config import Config, from_dict, to_json
@@ -97,3 +97,30 @@ def test_epochs_count_from_the_checkpoint_on_and_more_are_added_to_the_steps_the
     with pytest.raises(UserError, match=f"warmup_steps is {steps}, but"):
         optimizer = dataclasses.replace(config(4).phases[0].optimizer, warmup_steps=steps)
         opened(config(4, optimizer=optimizer), tmp_path / "run")
+
+
+GRAIN = """
+import grain
+import numpy as np
+
+
+def dataset(split, seed, length):
+    count = 24 if split == "validation" else 90
+    windows = grain.MapDataset.range(count).shuffle(seed).repeat().to_iter_dataset()
+    windows = windows.filter(lambda i: i % 3 != 0)
+    return windows.map(lambda i: {"tokens": (np.arange(length + 1) + i) % 50, "weights": np.full(length + 1, 0.5)})
+"""
+
+
+@pytest.mark.slow
+def test_a_run_on_a_grain_iter_dataset_goes_on_from_its_own_state(tmp_path, monkeypatch):
+    (tmp_path / "my_data.py").write_text(GRAIN)
+    data = {"data__sources": "[]", "data__grain": f"{tmp_path}/my_data.py:dataset"}
+    train(tiny(tmp_path / "recipe", **data), tmp_path / "whole")
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        at_step(patch, 5, die)
+        train(tiny(tmp_path / "recipe", **data), tmp_path / "killed")
+    train(tiny(tmp_path / "recipe", **data), tmp_path / "killed")
+    assert_same_training(tmp_path / "killed", tmp_path / "whole")
+    last = records(tmp_path / "killed/pretrain/metrics.jsonl")[-1]
+    assert last[f"read_tokens/grain:{tmp_path}/my_data.py:dataset"] == last["tokens"] == 8 * 8 * 16

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from jaxtyping import Int32
 
-from pe_lab.data.sources import Source
+from pe_lab.data.sources import DataSource
 from pe_lab.errors import ConfigError, DataError
 from pe_lab.evaluation.progress import TokenProgress
 from pe_lab.evaluation.scoring.likelihood import Likelihoods
@@ -43,7 +43,7 @@ class Documents:
     def __init__(
         self,
         variants: Sequence[Variant],
-        source: Source,
+        source: DataSource,
         lengths: Sequence[int],
         directory: AnyPath,
         count: int | None = None,
