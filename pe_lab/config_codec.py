@@ -231,7 +231,8 @@ def _kind_of(bases: tuple[Any, ...], value: Any, where: str) -> tuple[type, dict
     """The class of {"kind": name, fields}, which a field of these types holds, and the fields."""
     kinds = _kinds_of(bases)
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{where} is {value!r}; write it as {{'kind': '{next(iter(kinds))}', ...}}.")
+        advice = did_you_mean(str(value), list(kinds))
+        raise ConfigError(f"{where} is {value!r}; write it as {{'kind': NAME, ...}}. {advice}")
     fields = dict(value)
     written = str(fields.pop("kind", ""))
     if written not in kinds:

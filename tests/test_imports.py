@@ -31,11 +31,12 @@ LEVELS: list[set[str]] = [
     {"positional", "parallel"},
     {"attention"},
     {"model"},
-    {"data", "checkpoints", "results"},
+    {"data", "checkpoints"},
     {"language_model", "identity"},
     {"recipes"},  # a recipe takes what it does not set from a checkpoint, and from the run that it continues
     {"training"},
     {"__init__"},  # what language_model and training offer
+    {"results"},
     {"evaluation"},
     {"analysis"},
     {"page", "planning"},  # planning compiles the programs of training and of evaluation

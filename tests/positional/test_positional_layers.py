@@ -453,7 +453,7 @@ def test_texts_that_must_not_be_read_as_something(text, says):
         ({"encoding": {"kind": "nope", "scaling": {"kind": "pi", "factor": 2.0}}}, ["NoPE has no key 'scaling'"]),
         ({"encoding": {"kind": "rope"}, "windw": 5}, ["Layer has no key 'windw'", "Did you mean 'window'?"]),
         ({"encoding": {"kind": "rope"}, "window": 0}, ["Layer.window is 0"]),
-        ({"encoding": "rope"}, ["Layer.encoding is 'rope'; write it as {'kind': 'rope', ...}"]),
+        ({"encoding": "rope"}, ["Layer.encoding is 'rope'; write it as {'kind': NAME, ...}", "Did you mean 'rope'?"]),
         ({}, ["Layer needs encoding"]),
         (
             {"encoding": {"kind": "rope", "scaling": {"kind": "rope"}}},
