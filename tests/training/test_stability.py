@@ -228,8 +228,8 @@ def final(run: Path) -> dict[str, bytes]:
 def test_a_rewound_run_is_one_that_never_met_the_batch(tmp_path, monkeypatch):
     settings = config(tmp_path / "recipe", on_nonfinite="rewind", on_spike="rewind")
     with monkeypatch.context() as patch:
-        opened = loop.open_pipeline
-        patch.setattr(loop, "open_pipeline", lambda *args: (found := opened(*args), found.leave_out([6, 17]))[0])
+        opening = loop.open_pipeline
+        patch.setattr(loop, "open_pipeline", lambda *args: (found := opening(*args), found.leave_out([6, 17]))[0])
         train(settings, tmp_path / "without")
     poison(monkeypatch, {6: "nan", 17: "wild"})
     train(settings, tmp_path / "run")
