@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from prompted_rows import row
 
-from pe_lab.analysis.frequencies import Settings, compute, size_text, telling_pairs
+from pe_lab.analysis.frequencies import Settings, size_text, telling_pairs
 from pe_lab.page import provenance, tables
 from pe_lab.page.document import headline, joint_headline
 from pe_lab.page.markup import element, folded, text
