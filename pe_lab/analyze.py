@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import shlex
 import sys
@@ -17,7 +18,7 @@ from pe_lab.errors import ConfigError, did_you_mean, redacted
 from pe_lab.page import figure_files
 from pe_lab.recipes import split_overrides
 from pe_lab.results.findings import write_findings
-from pe_lab.storage import AnyPath, write_files
+from pe_lab.storage import AnyPath
 from pe_lab.terminal import argument_parser, console, table, works_on
 
 if TYPE_CHECKING:
@@ -110,12 +111,12 @@ def run_analysis(
 
     def write() -> list[AnyPath]:
         drawn = {
-            directory / f"{figure.name}.{form}": figure_files.render(figure, form)
+            f"{figure.name}.{form}": figure_files.render(figure, form)
             for figure in findings.figures
             for form in formats
         }
-        written = write_findings(directory, name, findings, about)
-        return written + write_files(drawn, "Give another --out.")
+        whole = dataclasses.replace(findings, files={**findings.files, **drawn})
+        return write_findings(directory, name, whole, about)  # all files or none
 
     return on_first(write), findings.failed
 

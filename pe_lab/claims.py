@@ -1,4 +1,4 @@
-"""`python -m pe_lab.claims NAME` tests a claim: it trains what is missing, measures, and judges with intervals."""
+"""`python -m pe_lab.claims NAME`: tests a claim: trains what is missing, measures, and judges with intervals."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from pe_lab.terminal import LiveText, argument_parser, console, leave, positive,
 
 if __name__ == "__main__":
     stop_while_importing()
-
-import jax
 
 from pe_lab import storage
 from pe_lab.errors import ConfigError, redacted
@@ -103,6 +101,9 @@ def main(argv: Sequence[str]) -> int:
     rest, overrides = split_overrides(argv)
     rest, passed_on = split_passed_on(rest)
     args = parser().parse_args(rest)
+
+    import jax
+
     jax.config.update("jax_platforms", "cpu")  # the runs need the devices; this process only plans and reads
     out = console()
     if passed_on["evaluate."]:

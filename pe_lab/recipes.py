@@ -101,7 +101,7 @@ def split_reference(reference: str) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def explained(name: str, option: str = "--config") -> Iterator[None]:
-    """Makes whatever the code of a recipe or a study raises a `ConfigError` with the line that raised it.
+    """Makes whatever the code of a recipe or a claim raises a `ConfigError` with the line that raised it.
 
     `name` is its file as the user gave it by `option`.
     """
@@ -146,7 +146,7 @@ def _find_recipe(path: Path) -> Path:
 
 
 def load_module(path: Path) -> types.ModuleType:
-    """The module of a recipe or a study, which may import others of its directory: `from .table1 import get_config`."""
+    """The module of a recipe or a claim, which may import others of its directory: `from .table1 import get_config`."""
     package = types.ModuleType(f"pe_lab_recipes_{hashlib.sha256(str(path.parent.resolve()).encode()).hexdigest()[:8]}")
     package.__path__ = [str(path.parent.resolve())]
     sys.modules.setdefault(package.__name__, package)

@@ -246,7 +246,7 @@ def run(statement: Statement) -> None:
     elif kind == "pe_lab.evaluation.lm_eval" or "--suite=lm_eval:droPE-six" in arguments:
         check(statement.words)  # its tasks are on the hub; tests/evaluation/test_harness.py runs it on local ones
     elif {"--on=slurm", "--on=ray"} & set(arguments):
-        check(statement.words)  # there is no cluster; tests/sweeps runs both on stand-ins
+        check(statement.words)  # there is no cluster; tests/lab/sweeps runs both on stand-ins
     else:
         arguments = quick(kind, arguments)
         line = (kind, *(one for one in arguments if not one.startswith("--out=")))

@@ -85,7 +85,7 @@ def _kernels_text(layer: Layer) -> str:
 
 
 def row(layer: Layer, found: Sequence[Check], with_cost: bool) -> tuple[str, ...]:
-    """One line of the table. A claim that its check did not show has an exclamation mark."""
+    """One line of the table. A declared property that its check did not show has an exclamation mark."""
     by_name = {one.name: one for one in found}
 
     def cell(name: str) -> str:
@@ -155,7 +155,7 @@ def _loss(model: Model, schedule: Schedule, params: Params, batch: Any) -> jax.A
 
 
 def failures(layer: Layer, found: Sequence[Check]) -> list[str]:
-    """A sentence for each claim that does not hold."""
+    """A sentence for each declared property that does not hold."""
     return [
         f"{label(layer)}: {one.name} FAILS: it {'says so' if one.claimed else 'must be'}, and the check finds "
         f"{one.detail or 'otherwise'}."

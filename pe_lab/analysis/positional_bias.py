@@ -344,7 +344,7 @@ def compare(encoded: BiasGroup, bare: BiasGroup) -> list[str]:
     """DroPE's Figure 4 in these numbers: gradients larger than without encoding, by a factor that grows with depth."""
     ratios = encoded.gradients() / np.maximum(bare.gradients(), 1e-30)
     depth, L = np.asarray(encoded.layers, np.float64), len(encoded.layers)
-    claim = "DroPE's Figure 4, larger" if encoded.progress is None else "Larger"  # the figure is of initializations
+    drope = "DroPE's Figure 4, larger" if encoded.progress is None else "Larger"  # the figure is of initializations
     sentences = []
     for p, pattern in enumerate(PATTERNS):
         around = of_norms(ratios[..., p])
@@ -356,7 +356,7 @@ def compare(encoded: BiasGroup, bare: BiasGroup) -> list[str]:
             f"and larger in {lower} of {L} layers{decided}."
         )
         everywhere = _verdict(around.low.min() > 1, around.mean.min() > 1, around.high.min() < 1)
-        sentence += f" {claim} in every layer: {everywhere}."
+        sentence += f" {drope} in every layer: {everywhere}."
         if L > 1:
             centred = depth - depth.mean()
             fits = (np.log(ratios[..., p]) * centred).sum(-1, keepdims=True) / (centred**2).sum()
@@ -368,7 +368,7 @@ def compare(encoded: BiasGroup, bare: BiasGroup) -> list[str]:
 
 
 def _verdict(surely: Any, on_average: Any, surely_not: Any) -> str:
-    """What 95% intervals decide about a claim; nothing without them."""
+    """What 95% intervals decide about a sentence; nothing without them."""
     if surely or surely_not:
         return "confirmed" if surely else "not confirmed"
     return f"undecided ({'so' if on_average else 'not so'} on average)"

@@ -315,5 +315,5 @@ def require_causal(layers: tuple[Layer, ...]) -> None:
         if found.fails:
             raise ConfigError(
                 f"The encoding '{label(layer)}' is not causal: the output of a token depends on later ones (the "
-                f"largest gradient is {found.detail}, expected 0). pe_lab.analyze --study=check shows more."
+                f"largest gradient is {found.detail}, expected 0). pe_lab.analyze check shows more."
             )

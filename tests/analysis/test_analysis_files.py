@@ -69,7 +69,7 @@ def written(tmp_path):
     return tmp_path / "analysis" / "heads"
 
 
-def test_a_analysis_comes_back_from_its_files(written):
+def test_an_analysis_comes_back_from_its_files(written):
     analysis = read_findings(written)
     assert (analysis.name, analysis.about) == ("heads", {"command": "c", "seconds": 2.5})
     found = analysis.findings

@@ -166,7 +166,7 @@ def test_a_recipe_is_as_the_analysis_of_schedules_reads_it(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_studied_beside_its_run(tmp_path, monkeypatch):
+def test_a_checkpoint_is_analyzed_beside_its_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = tmp_path / "run"
     found = language_model((Layer(Rope(100.0)), Layer(NoPE()))).checkpoint

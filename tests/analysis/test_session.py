@@ -61,7 +61,7 @@ def test_the_copy_of_an_answer_is_its_last_and_longest():
     assert find_copy(tokens, np.array([4])) == (0, 0)
 
 
-def test_a_analysis_writes_numbers_with_their_lineage(trained, text, tmp_path, capsys):  # noqa: F811
+def test_an_analysis_writes_numbers_with_their_lineage(trained, text, tmp_path, capsys):  # noqa: F811
     argv = [f"--from={trained}/pretrain,{trained}/recalibrate", f"--text={text}", "--length=24", "--sequences=3"]
     argv.append(f"--out={tmp_path / 'a'}")
     assert run("frequency_use", *argv, "--methods=as-trained,dropped") == 0

@@ -169,7 +169,7 @@ def test_a_failed_check_is_status_1(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(encoding_check, "CHECKS", (learned,))
     monkeypatch.setattr("pe_lab.analysis.check.row", lambda *_: ("",) * len(HEADER))
     for text, status in (("never_moves", 1), ("never_moves:stopped=false", 0)):
-        assert analyze.main(["--study=check", f"--positional={text}", f"--out={tmp_path}"]) == status
+        assert analyze.main(["check", f"--positional={text}", f"--out={tmp_path}"]) == status
         assert ("FAILS: it must be, and the check finds a gradient of zero" in capsys.readouterr().out) == bool(status)
 
 

@@ -9,10 +9,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from pe_lab.config import Config
-from pe_lab.data.held_out import validation_batches
-from pe_lab.data.pipeline import build_pipeline
 from pe_lab.errors import DataError
-from pe_lab.positional import frequencies, layers
 from pe_lab.results.records import number
 from pe_lab.results.runs import Phase, read_runs
 from pe_lab.results.scores import measure
@@ -145,6 +142,8 @@ TOKENS = 5_000_000  # of training, at most: at the papers' sizes the table reads
 
 def shape(config: Config) -> dict[str, float]:
     """The heads of all layers, and the pairs of a head that rotate where most do."""
+    from pe_lab.positional import frequencies, layers  # JAX takes seconds to import, and a claim's command plans first
+
     model = config.model
     head_dim = model.head_dim or model.d_model // model.heads
     described = layers(config.phases[-1].positional, model.layers)
@@ -159,6 +158,9 @@ def trigram(config: Config) -> dict[str, float]:
     leaves u / (c + u) to the shorter context; the shortest leaves it to the uniform distribution. It reads the windows
     that the phases train on, and the held-out windows that the last phase is validated on.
     """
+    from pe_lab.data.held_out import validation_batches
+    from pe_lab.data.pipeline import build_pipeline
+
     vocabulary, seen, read = 0, [], 0
     for index, phase in enumerate(config.phases):
         pipeline = build_pipeline(

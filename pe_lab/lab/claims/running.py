@@ -24,7 +24,6 @@ from pe_lab.lab.claims.verdict import Values
 from pe_lab.lab.sweeps import Runner, Sweep, run_sweep
 from pe_lab.lab.sweeps.cells import FILE, LAST_PHASE, SweepCell, load_sweep
 from pe_lab.lab.sweeps.state import COMPLETE, FAILED, CellState, is_trained, phases_of
-from pe_lab.parallel.sharding import AXES
 from pe_lab.recipes import explained, load_config
 from pe_lab.results.groups import SEEDS
 from pe_lab.results.records import digest, number
@@ -270,6 +269,7 @@ def costs(stages: Sequence[Stage]) -> dict[str, dict[str, float]]:
 
 def _planned(config: Config) -> dict[str, float]:
     """Parameters, tokens and FLOPs of a run, on the fewest devices that its mesh divides."""
+    from pe_lab.parallel.sharding import AXES
     from pe_lab.parallel.topology import parse_topology
     from pe_lab.planning.plan import make_plan
 

@@ -30,7 +30,6 @@ from pe_lab.lab.sweeps.state import (
     read_states,
 )
 from pe_lab.output import tell_at_once
-from pe_lab.parallel.stopping import SAME_SECONDS
 from pe_lab.storage import (
     AnyPath,
     LeaseTaken,
@@ -107,6 +106,8 @@ class Stop:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
+
+        from pe_lab.parallel.stopping import SAME_SECONDS
 
         first: tuple[int, float] | None = None
 

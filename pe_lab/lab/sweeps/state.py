@@ -66,7 +66,7 @@ def has_failed(outcome: Mapping[str, Any]) -> bool:
 
 
 def is_trained(directory: AnyPath, phases: Mapping[str, int]) -> bool:
-    """Whether all phases, {name: steps}, of a run are complete; one that was extended has more steps."""
+    """Whether all phases, {name: steps}, of a run are complete; one that was trained until a later step has more."""
     for name, steps in phases.items():
         try:
             found = json_object(read_bytes(directory / name / "phase.json")) or {}
