@@ -131,7 +131,7 @@ def parse_topology(text: str, slices: int = 1) -> Topology:
     if name not in CHIPS and name != "cpu":
         near = did_you_mean(name, [*CHIPS, "gpu", "cpu", "local"])
         raise ConfigError(f"--topology: no chip is called '{name}'. {near} Examples: {TOPOLOGIES}.")
-    generation = GENERATIONS.get(name, Generation(1))
+    generation = GENERATIONS.get(name, TpuGeneration(1))
     example = {1: f"{name}:8", 2: f"{name}:4x4", 3: f"{name}:2x2x1"}[generation.dimensions]
     if not colon or not re.fullmatch("[1-9][0-9]{0,8}(x[1-9][0-9]{0,8})*", shape):
         what = "number of chips" if generation.dimensions == 1 else "shape"

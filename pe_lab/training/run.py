@@ -196,7 +196,7 @@ def _starts_elsewhere(phase: PhasePlan, workdir: AnyPath) -> bool:
     return not absolute(start_path(phase.config)).is_relative_to(absolute(workdir))
 
 
-def _check_tokenizer(source: Source, tokenizer: Tokenizer, where: str) -> None:
+def _check_tokenizer(source: CheckpointSource, tokenizer: Tokenizer, where: str) -> None:
     """`ConfigError` if a checkpoint was trained with another tokenizer than the data's; `where` names the phase."""
     if not source.tokenizer:
         return
@@ -267,7 +267,7 @@ def held_out_batches(plan: RunPlan, phase: PhasePlan, count: int) -> dict[str, l
         sequence_length=phase.config.sequence_length,
         batch_size=phase.config.batch_size // phase.config.accumulate,
         count=count,
-        vocab_size=config.model.vocab_size,
+        vocab_size=plan.config.model.vocab_size,
         **batch_share(plan.mesh),
     )
 
