@@ -108,7 +108,7 @@ FREQUENCIES = {  # option -> how its text is read, its default, and its help
     "--base": (number, "1e4", "RoPE's base (default: %(default)s)"),
     "--length": (whole, "2048", "training length in tokens (default: %(default)s)"),
     "--factors": (numbers, "2,3,4", "scaling factors s (default: %(default)s); the first is also drawn alone"),
-    "--methods": (items, "pi,ntk,yarn", f"of {', '.join(frequencies.METHODS)} (default: %(default)s)"),
+    "--variants": (items, "pi,ntk,yarn", f"of {', '.join(frequencies.METHODS)} (default: %(default)s)"),
     "--cache-head-dim": (whole, "256", "channels of a head, for the cache (default: %(default)s)"),
     "--fractions": (numbers, "0.01,0.1,0.25,0.5,0.75,1", "shares that rotate there (default: %(default)s)"),
 }

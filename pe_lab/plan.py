@@ -19,7 +19,7 @@ import jax
 
 from pe_lab.config import MeshConfig
 from pe_lab.errors import ConfigError
-from pe_lab.evaluation.plan import parse_length
+from pe_lab.evaluation.command_line import parse_length
 from pe_lab.evaluation.targets import weight_shards
 from pe_lab.model import Model
 from pe_lab.output import work_on

@@ -22,7 +22,7 @@ from pe_lab.analysis.losses import EditedLosses, Streams, bin_edges, mean_loss, 
 from pe_lab.analysis.session import Session
 from pe_lab.attention.statistics import ArrayLike
 from pe_lab.errors import ConfigError
-from pe_lab.evaluation.plan import parse_lengths
+from pe_lab.evaluation.command_line import parse_lengths
 from pe_lab.evaluation.variants import Variant
 from pe_lab.language_model import LanguageModel, Tokens
 from pe_lab.positional import HeadEdit, Layer, drop, read_with
