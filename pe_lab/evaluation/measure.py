@@ -60,14 +60,14 @@ class EvaluationPlan:
     seed: int = 0
     again: bool = False
 
-    def variants_for(self, subject: Subject, fitted: Sequence[str] = ()) -> tuple[str, ...]:
+    def variants_for(self, subject: Subject) -> tuple[str, ...]:
         """The variants that are asked for, of those that are possible for a checkpoint.
 
-        Args:
-          fitted: variants that a named suite fits; they are meant too where none are named.
+        Where none are named, those that a named suite fits are meant too.
         """
         if self.variants is None and self.descriptions:
             return ()
+        fitted = [getattr(SUITES[name], "fits", None) for name in self.suites or ()]
         named = (*subject.default_variants, *fitted) if self.variants is None else self.variants
         return tuple(variant for variant in subject.variants if variant in named)
 
@@ -258,8 +258,7 @@ class Evaluation:
         scored = [s for s in SUITES.values() if isinstance(s, TokenSuite)]
         chosen = [s for s in scored if s in asked and (plan.suites is not None or s.by_default)]
         fitting = {s.fits: s for s in scored if s.fits is not None}
-        fitted = [s.fits for s in chosen if s.fits is not None] if plan.suites is not None else []
-        wanted = {variant for subject in self.subjects for variant in plan.variants_for(subject, fitted)}
+        wanted = {variant for subject in self.subjects for variant in plan.variants_for(subject)}
         needed = [*chosen, *(s for s in fitting.values() if s.fits in wanted)]
         reasons = {s: s.impossible(self) for s in dict.fromkeys(needed)}
         for suite in chosen if plan.suites is not None else ():
@@ -285,8 +284,7 @@ class Evaluation:
         return possible, names
 
     def _variants_of(self, subject: Subject) -> list[Variant]:
-        fitted = [suite.fits for suite in self.suites if suite.fits is not None]
-        names = [name for name in self.plan.variants_for(subject, fitted) if name in self.variant_names]
+        names = [name for name in self.plan.variants_for(subject) if name in self.variant_names]
         return variants_of(subject, names, self.plan.descriptions, functools.partial(self._beta, subject))
 
     def _units(self) -> Iterator[MeasurementUnit]:

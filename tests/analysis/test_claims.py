@@ -5,9 +5,9 @@ import json
 import re
 
 import pytest
-from pe_lab.lab.theory import analysis as theory
 
 from pe_lab import analyze
+from pe_lab.lab.theory import analysis as theory
 from pe_lab.lab.theory.claims import Claim, claims
 from pe_lab.lab.theory.quotes import QUOTES
 from pe_lab.results.findings import read_findings

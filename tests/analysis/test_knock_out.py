@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from pe_lab.analysis import knock_out as analysis
 
 from pe_lab import analyze
+from pe_lab.analysis import knock_out as analysis
 from pe_lab.analysis.knock_out import (
     masked,
     needle_scores,

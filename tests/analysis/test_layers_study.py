@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from pe_lab.analysis import layers as analysis
 
 from pe_lab import analyze
+from pe_lab.analysis import layers as analysis
 from pe_lab.analysis import losses as module
 from pe_lab.analysis.drop_choice import choose_layers
 from pe_lab.analysis.layers import edited_layers, greedy_order, layer_costs

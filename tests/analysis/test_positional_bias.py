@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from pe_lab.analysis import positional_bias
 
-from pe_lab.analysis import bias_gradients
+from pe_lab.analysis import bias_gradients, positional_bias
 from pe_lab.analysis.bias_gradients import PATTERNS
 from pe_lab.analysis.positional_bias import Group, compare
 from pe_lab.analysis.sequences import Sequences

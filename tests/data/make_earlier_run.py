@@ -34,7 +34,7 @@ def get_config(arg=""):
     ]
     config.log = dict(every_steps=1, validate_every_steps=10, validation_batches=1)
     config.checkpoint = dict(every_steps=20, keep=2)
-    config.evaluation = dict(factors=[1, 2], tokens=2048, fit_tokens=512)
+    config.evaluation = dict(factors=[1, 2], options=dict(tokens=2048, fit_tokens=512))
     config.notes = dict(paper="none", expected="the same as before")
     return config
 """

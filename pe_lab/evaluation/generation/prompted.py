@@ -212,6 +212,7 @@ class Prompted:
       again: whether answered samples are answered again.
       backend: makes the generation backend of a variant at a length.
       run: the name of the run, for the suites' `finish`.
+      prompts: opened tasks, which are added to; those that share them open each once.
       quiet: whether nothing is printed.
 
     Attributes:
@@ -231,6 +232,7 @@ class Prompted:
         again: bool = False,
         backend: Callable[[Variant, int, Spent], ModelBackend] = ModelBackend.of,
         run: str = "",
+        prompts: dict[Any, Prompts] | None = None,
         quiet: bool = False,
     ):
         self.directory, self.again, self._options, self._run = directory, again, options, run
@@ -239,7 +241,7 @@ class Prompted:
         suites = dict.fromkeys(task.suite for task in tasks)
         self._sample_files = {suite: SampleFile(directory / "samples" / f"{suite}.jsonl") for suite in suites}
         self._record_files = {suite: RecordFile(directory / f"{suite}.jsonl") for suite in suites}
-        prompts: dict[Any, Prompts] = {}
+        prompts = {} if prompts is None else prompts
         self.groups: list[PromptGroup] = []
         for variant in variants:
             tokenizer = variant.lm.tokenizer

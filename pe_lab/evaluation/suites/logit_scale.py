@@ -82,8 +82,8 @@ class LogitScale(TokenSuite):
     metrics = (
         SuiteMetric("beta", "β", interval="none"),
         SuiteMetric("c", "c", interval="none"),
-        SuiteMetric("nll_before", "held-out loss", higher_is_better=False, interval="none", decimals=4),
-        SuiteMetric("nll_after", "with β", higher_is_better=False, interval="none", decimals=4),
+        SuiteMetric("nll_before", "loss without β", higher_is_better=False, interval="none", decimals=4),
+        SuiteMetric("nll_after", "loss with β", higher_is_better=False, interval="none", decimals=4),
     )
     by_default = True
     settings = HeldOutSettings
