@@ -197,7 +197,7 @@ def check(words: Sequence[str]) -> None:
             make_sweep(args.config, axes, parse_seeds(args.seeds), "none", split_overrides(arguments)[1])
         if kind == "pe_lab.evaluate":
             parse_suites(args.suite or "perplexity")
-            parse_variants(args.methods or "as-trained")
+            parse_variants(args.variants or "as-trained")
     elif kind == "launch":
         assert (ROOT / arguments[0]).is_file()
         if "--" in arguments:

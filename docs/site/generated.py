@@ -27,7 +27,9 @@ API = {
     "training": ("Training", ["pe_lab.training", "pe_lab.recipes"]),
     "checkpoints": ("Checkpoints", ["pe_lab.checkpoints", "pe_lab.checkpoints.surgery"]),
     "evaluation": (
-        "Evaluation", ["pe_lab.evaluation.measure", "pe_lab.evaluation.variants", "pe_lab.evaluation.generation.tasks"]
+        "Evaluation",
+        ["pe_lab.evaluation.suite", "pe_lab.evaluation.measure", "pe_lab.evaluation.variants",
+         "pe_lab.evaluation.generation.tasks", "pe_lab.evaluation.live"],
     ),
     "analysis": ("Analysis", ["pe_lab.analysis"]),
     "results": (

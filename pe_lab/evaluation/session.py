@@ -107,11 +107,10 @@ class EvaluationSession:
     @functools.cached_property
     def chosen(self) -> dict[str, tuple[str, ...]]:
         """The suites, with the names of their tasks."""
-        if self.suites is not None:
-            return self.suites
-        if self._config.suites:
-            return parse_suites(",".join(self._config.suites))
-        return {suite.name: () for suite in SUITES.values() if suite.by_default}
+        # A config's suites are loaded in any case: its options may be theirs.
+        configured = parse_suites(",".join(self._config.suites)) if self._config.suites else {}
+        default = {suite.name: () for suite in SUITES.values() if suite.by_default}
+        return configured or default if self.suites is None else self.suites
 
     @functools.cached_property
     def plan(self) -> EvaluationPlan:
@@ -119,14 +118,15 @@ class EvaluationSession:
         arguments, config = self.arguments, self._config
         text = arguments.lengths or ",".join(f"{factor}x" for factor in config.factors)
         lengths = parse_lengths(text, self.subjects[0].training_length)
+        default = self.suites is None and not config.suites
+        suites = tuple(self.chosen)
         check_options(config.options)
         names = self.names
         if names is None and arguments.variants is None and config.variants and not arguments.positional:
             names = parse_variants(",".join(config.variants))
-        default = self.suites is None and not config.suites
         return EvaluationPlan(
             lengths,
-            suites=None if default else tuple(self.chosen),
+            suites=None if default else suites,
             variants=names,
             descriptions=tuple(arguments.positional),
             options={**config.options, **given_options(arguments, SUITES.values())},
