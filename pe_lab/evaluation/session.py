@@ -94,12 +94,11 @@ class EvaluationSession:
             or bool(fitted & {*(self.plan.variants or ())})
         )
         ordered = sorted(runners.items(), key=lambda item: not any(isinstance(s, TokenSuite) for s in item[1]))
-        opened = [functools.partial(runner, suites, self) for runner, suites in ordered]
-        if not late:
-            opened = [functools.partial(_same, one()) for one in opened]
+        opened = [] if late else [runner(suites, self) for runner, suites in ordered]
         if not self.arguments.out:
             self.target.write_marker()
-        return [record for one in opened for record in one().run()]
+        opened = opened or (runner(suites, self) for runner, suites in ordered)
+        return [record for one in opened for record in one.run()]
 
     # ----------------------------------------------------------------------------------------------------------------
     # What runners read
@@ -163,10 +162,6 @@ class EvaluationSession:
             meant = {name for subject in self.subjects for name in subject.default_variants}
             names = tuple(name for name in VARIANTS if name in meant and (fitted or name != "beta"))
         return all_variants(self.subjects, names, self.arguments.positional, self.arguments.attention)
-
-
-def _same(value: object) -> object:
-    return value
 
 
 def _read(config: dict[str, object], subject: Subject) -> Config:

@@ -290,7 +290,7 @@ class NeedleTask(SizedTask):
 
         RULER joins essays piece by piece, so that empty filler leaves a space.
         """
-        if self.suite == "ruler" and self.haystack.text:
+        if not self.drope and self.haystack.text:
             return [self.haystack.separator.join(pieces)]
         return pieces
 
