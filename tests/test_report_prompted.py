@@ -14,7 +14,7 @@ from test_report import outline, page_of
 
 from pe_lab.page.run_section import work_out
 from pe_lab.page.score_charts import score_chart
-from pe_lab.page.suites import AVERAGED
+from pe_lab.evaluation.suites import AVERAGED
 from pe_lab.results.runs import read_run
 from pe_lab.results.scores import measure
 from pe_lab.results.tables import averages, build_tables, by_sequence_length

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from pe_lab.evaluation.suites import AVERAGED
 from pe_lab.page.markup import Markup, element, text
-from pe_lab.page.suites import AVERAGED, metric_name, suite_title, table_title, task_name
+from pe_lab.page.suites import metric_name, suite_title, table_title, task_name
 from pe_lab.page.variants import Style
 from pe_lab.results.formatting import percent, short_number, shortened
 from pe_lab.results.intervals import Z95

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from pe_lab.evaluation.suites import AVERAGED
 from pe_lab.page.charts import Axis
 from pe_lab.page.markup import Markup, element, folded
 from pe_lab.page.score_charts import score_chart
-from pe_lab.page.suites import ABOUT, AVERAGED, suite_title, table_title, task_name
+from pe_lab.page.suites import ABOUT, suite_title, table_title, task_name
 from pe_lab.page.tables import harness_table, measured_at, score_table, task_table
 from pe_lab.page.variants import Style
 from pe_lab.results.records import as_dict

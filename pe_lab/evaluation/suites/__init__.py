@@ -28,6 +28,7 @@ SUITES: dict[str, Suite] = {
     module.SUITE.name: module.SUITE
     for module in (perplexity, needles, logit_scale, documents, niah, ruler, longbench, many_shot, lm_eval)
 }
+AVERAGED = {name: suite.average_of for name, suite in SUITES.items() if suite.average_of is not None}
 _OWN = re.compile(r"(.+\.py):(\w+)(?::(.*))?")  # FILE.py:SUITE, or FILE.py:SUITE:TASK
 
 
@@ -38,6 +39,11 @@ def suite_of(name: str) -> Suite:
     made = Suite()
     made.name, made.title = name, name.replace("_", " ").capitalize()
     return made
+
+
+def title(name: str) -> str:
+    """A suite's name for people; also of a suite that only a record names."""
+    return suite_of(name).title
 
 
 def terms(names: Collection[str]) -> dict[str, str]:
