@@ -31,12 +31,11 @@ from train_step import find_peer_python
 
 import pe_lab
 from pe_lab.errors import ConfigError
+from pe_lab.evaluation.command_line import parse_lengths
 from pe_lab.evaluation.generation.backend import ModelBackend
 from pe_lab.evaluation.generation.prompted import batches
-from pe_lab.evaluation.plan import parse_lengths
-from pe_lab.evaluation.tasks.haystacks import open_haystack
-from pe_lab.evaluation.tasks.niah import niah_task
-from pe_lab.evaluation.tasks.task import Sample
+from pe_lab.evaluation.generation.tasks import Sample
+from pe_lab.evaluation.suites.niah import niah_task, open_haystack
 from pe_lab.identity import machine, versions
 from pe_lab.parallel import start_processes
 from pe_lab.parallel.host_memory import keep_freed_memory

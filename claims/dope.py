@@ -1,6 +1,5 @@
 """DoPE: heads chosen by their entropy and left without encoding, beyond the training length, without training."""
 
-import argparse
 import dataclasses
 
 import numpy as np
@@ -9,7 +8,7 @@ import pe_lab
 from pe_lab.analysis import head_entropy
 from pe_lab.analysis.losses import Streams
 from pe_lab.analysis.sequences import Sequences, data_of, prompts, symbol_windows, text_windows
-from pe_lab.evaluation.tasks.suites import open_tasks
+from pe_lab.evaluation.suites import open_tasks
 from pe_lab.evaluation.variants import Subject
 from pe_lab.lab.claims import Claim, Criterion, Precondition, Reference, shape
 from pe_lab.positional import NTK, dope_by_all
@@ -25,8 +24,7 @@ def needles(subject: Subject, length: int) -> Sequences:
     """Windows of the needles that the model was trained with; of a model that was not, prompts of niah."""
     data = data_of(subject)
     if data is None or data.prepared:
-        arguments = argparse.Namespace(haystack=HAYSTACK, samples=WINDOWS, depths=None)
-        (task,) = open_tasks({"niah": ("standard",)}, arguments)
+        (task,) = open_tasks({"niah": ("standard",)}, {"haystack": HAYSTACK, "samples": WINDOWS})
         return prompts(task, subject.lm.tokenizer, length, WINDOWS, 0)
     return symbol_windows(subject, length, WINDOWS, 0)
 

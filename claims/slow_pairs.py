@@ -5,7 +5,7 @@ import dataclasses
 import pe_lab
 from pe_lab.analysis.losses import Streams
 from pe_lab.analysis.sequences import symbol_windows, text_windows
-from pe_lab.evaluation.tasks.beta import fit_beta
+from pe_lab.evaluation.suites.logit_scale import fit_beta
 from pe_lab.evaluation.variants import Subject, layers_under
 from pe_lab.lab.claims import Claim, Criterion
 

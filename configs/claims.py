@@ -156,8 +156,8 @@ def get_config(arg: str = "") -> ConfigDict:
     quarters = [steps * n // 4 for n in (1, 2, 3)] if start == "random" and not quick else []
     config.checkpoint = dict(every_steps=max(steps // 2, 1), milestones=quarters, keep=1)
     config.log = dict(every_steps=10, validate_every_steps=max(steps // 5, 1), validation_batches=32, trackers=[])
-    config.evaluation = dict(factors=[1, 2, 4, 8], tokens=32768, fit_tokens=8192, needle_windows=64)
+    config.evaluation = dict(factors=[1, 2, 4, 8], options=dict(tokens=32768, fit_tokens=8192, windows=64))
     if quick:
         config.log.validation_batches = 2
-        config.evaluation = dict(factors=[1, 2, 4, 8], tokens=512, fit_tokens=512, needle_windows=2)
+        config.evaluation = dict(factors=[1, 2, 4, 8], options=dict(tokens=512, fit_tokens=512, windows=2))
     return config

@@ -66,5 +66,5 @@ def get_config(arg: str = "") -> ConfigDict:
         config.phases.append(phase(name="nope", steps=steps, positional=NoPE(), init_from="random", **window))
     config.log = dict(every_steps=10, validate_every_steps=250)
     config.checkpoint = dict(every_steps=500)
-    config.evaluation = dict(factors=[1, 2, 4, 8, 32], tokens=32768, needle_windows=64)
+    config.evaluation = dict(factors=[1, 2, 4, 8, 32], options=dict(tokens=32768, windows=64))
     return config

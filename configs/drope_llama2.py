@@ -63,7 +63,7 @@ def get_config(arg: str = "") -> ConfigDict:
     ]
     config.checkpoint = dict(every_steps=500)
     config.log = dict(every_steps=10)
-    config.evaluation = dict(tokens=2**20, fit_tokens=2**18, factors=[1, 2, 4])
+    config.evaluation = dict(factors=[1, 2, 4], options=dict(tokens=2**20, fit_tokens=2**18))
 
     config.notes = dict(
         paper="DroPE, Table 3: Llama2-7B recalibrated on 20B tokens",

@@ -139,7 +139,7 @@ def get_config(arg: str = "") -> ConfigDict:
     milestones = [2000 * 2**n for n in range(6)] if size == "360m" else []  # 2.1B to 67B tokens
     config.checkpoint = dict(every_steps=500 if size == "135m" else 2000, milestones=milestones)
     config.log = dict(every_steps=10)
-    config.evaluation = dict(tokens=2**20, fit_tokens=2**18)
+    config.evaluation = dict(options=dict(tokens=2**20, fit_tokens=2**18))
 
     config.notes = dict(
         paper=f"DroPE, Tables 2 to 5 and 10: SmolLM-{size} recalibrated on {tokens} tokens",

@@ -97,7 +97,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config.log = dict(every_steps=1 if steps <= 100 else 10, validate_every_steps=every, validation_batches=2)
     config.checkpoint = dict(every_steps=every, keep=1)
     small = arguments["device"] == "cpu"
-    config.evaluation = dict(factors=(1,), tokens=8192 if small else 2**18)
+    config.evaluation = dict(factors=(1,), options=dict(tokens=8192 if small else 2**18))
 
     config.notes = dict(
         paper=f"none: {start} trained further on {source}",

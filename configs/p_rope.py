@@ -85,7 +85,7 @@ def get_config(arg: str = "") -> ConfigDict:
     ]
     config.checkpoint = dict(every_steps=1000)
     config.log = dict(every_steps=10)
-    config.evaluation = dict(tokens=2**20, fit_tokens=2**18, factors=[1, 2, 4])
+    config.evaluation = dict(factors=[1, 2, 4], options=dict(tokens=2**20, fit_tokens=2**18))
 
     config.notes = dict(
         paper=f"p-RoPE, Table 2: Gemma 2B from scratch, {encoding} on {data}",

@@ -125,7 +125,7 @@ def get_config(arg: str = "") -> ConfigDict:
     ]
     config.checkpoint = dict(every_steps=1000)
     config.log = dict(every_steps=10)
-    config.evaluation = dict(tokens=2**20, fit_tokens=2**18, factors=[1, 2, 4])
+    config.evaluation = dict(factors=[1, 2, 4], options=dict(tokens=2**20, fit_tokens=2**18))
 
     paper = (LAMBADA_NORMED if kind == "head" else LAMBADA).get((model, data, length), ())
     paper = paper if arguments["rate"] == "4e-4" else ()

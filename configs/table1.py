@@ -114,7 +114,7 @@ def drope_494m() -> ConfigDict:
     ]
     config.checkpoint = dict(every_steps=2000, milestones=[8000, 14000])  # drope_16b starts from these two
     config.log = dict(every_steps=10)
-    config.evaluation = dict(tokens=2**20, fit_tokens=2**18)
+    config.evaluation = dict(options=dict(tokens=2**20, fit_tokens=2**18))
     return config
 
 

@@ -84,7 +84,7 @@ def get_config(arg: str = "") -> ConfigDict:
     ]
     config.checkpoint = dict(every_steps=2000)
     config.log = dict(every_steps=10)
-    config.evaluation = dict(tokens=2**20, fit_tokens=2**18)
+    config.evaluation = dict(options=dict(tokens=2**20, fit_tokens=2**18))
 
     config.notes = dict(
         paper="DroPE, Table 11: SmolLM-360M recalibrated with and without QK-norm",

@@ -253,10 +253,9 @@ class EvaluationConfig:
     """Defaults of `pe_lab.evaluate` for this run."""
 
     factors: tuple[int, ...] = number((1, 2, 4, 8), 1, 2**20)  # lengths, in multiples of the training length
-    tokens: int = number(65536, 1, INT32)  # held-out tokens per perplexity
-    fit_tokens: int = number(16384, 1, INT32)  # other held-out tokens, for a logit scale
-    needle_windows: int = number(256, 1, 2**24)  # windows per needle accuracy
-    crop_steps: int = number(4, 1, 2**20)  # the cropped context advances by the training length / crop_steps
+    suites: tuple[str, ...] = ()  # as --suite: names, name:task, FILE.py:SUITE; (): those that are possible
+    variants: tuple[str, ...] = ()  # as --variants; (): all that make sense
+    options: Mapping[str, Any] = field(default_factory=dict)  # of suites, as their flags: {"tokens": 65536}
     seed: int = number(0, 0, SEED)
 
 

@@ -7,8 +7,10 @@ import sys
 from collections.abc import Sequence
 
 from pe_lab import storage
-from pe_lab.evaluation.command_line import parse_arguments
-from pe_lab.evaluation.tasks.suites import parse_suites
+from pe_lab.errors import ConfigError
+from pe_lab.evaluation.command_line import parse_arguments, parse_variants
+from pe_lab.evaluation.suite import given_options, read_settings
+from pe_lab.evaluation.suites import SUITES, parse_suites
 from pe_lab.results.records import Record
 from pe_lab.terminal import console, works_on
 
@@ -17,18 +19,20 @@ from pe_lab.terminal import console, works_on
 def main(argv: Sequence[str]) -> int:
     arguments = parse_arguments(argv)
     from pe_lab.evaluation import tables
-    from pe_lab.evaluation.tasks.ruler.files import score_predictions
-    from pe_lab.evaluation.variants import ALL, parse_methods
+    from pe_lab.evaluation.variants import ALL
     from pe_lab.parallel import one_program
 
-    if arguments.predictions:
-        predictions = storage.local_copy(storage.path("--predictions", arguments.predictions))
-        tables.print_records(score_predictions(predictions))
+    options = given_options(arguments, SUITES.values())
+    of_files = [suite.from_files(read_settings(suite, options)) for suite in SUITES.values()]
+    if any(found is not None for found in of_files):
+        tables.print_records([record for found in of_files for record in found or ()])
         return 0
+    if not arguments.source:
+        raise ConfigError("--from is missing: which run, checkpoint, hf:DIR or gguf:FILE is to be evaluated?")
     suites = parse_suites(arguments.suite) if arguments.suite is not None else None
-    methods = None if arguments.methods in (None, ALL) else parse_methods(arguments.methods)
+    variants = None if arguments.variants in (None, ALL) else parse_variants(arguments.variants)
     with one_program(arguments.together):
-        records = evaluate(arguments, suites, methods)
+        records = evaluate(arguments, suites, variants)
         tables.print_records(records)
         if arguments.by_position:
             tables.print_by_position(records)
@@ -36,10 +40,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def evaluate(
-    arguments: argparse.Namespace, suites: dict[str, tuple[str, ...]] | None, methods: tuple[str, ...] | None
+    arguments: argparse.Namespace, suites: dict[str, tuple[str, ...]] | None, variants: tuple[str, ...] | None
 ) -> list[Record]:
     """The records of all targets, measured or read."""
-    from pe_lab.evaluation.session import Session
+    from pe_lab.evaluation.session import EvaluationSession
     from pe_lab.evaluation.targets import locate_all, parse_steps
 
     steps = None if arguments.steps is None else parse_steps(arguments.steps)
@@ -53,7 +57,7 @@ def evaluate(
         if len(targets) > 1:
             console().print(f"{target.display_name}:")
             out = given / target.display_name if given else out
-        session = Session(target, arguments, suites, methods, out)
+        session = EvaluationSession(target, arguments, suites, variants, out)
         records += [{**record, "run": target.display_name} for record in session.run()]
     return records
 

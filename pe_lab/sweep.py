@@ -144,10 +144,10 @@ def _evaluation(suites: str | None, options: dict[str, str]) -> list[str] | None
         return None
     if own := {"from", "out", "suite"} & options.keys():
         raise ConfigError(f"--evaluate.{min(own)}: the sweep sets it. Suites are in --evaluate=SUITE,SUITE.")
-    from pe_lab.evaluation.command_line import parse_arguments
+    from pe_lab.evaluation.command_line import parse_arguments, parse_variants
+    from pe_lab.evaluation.suites import parse_suites
     from pe_lab.evaluation.targets import parse_steps
-    from pe_lab.evaluation.tasks.suites import parse_suites
-    from pe_lab.evaluation.variants import ALL, parse_methods
+    from pe_lab.evaluation.variants import ALL
 
     given = [f"--suite={suites}"] if suites else []
     given += [f"--{name}={value}" if value else f"--{name}" for name, value in options.items()]
@@ -155,8 +155,8 @@ def _evaluation(suites: str | None, options: dict[str, str]) -> list[str] | None
         arguments = parse_arguments(["--from=CELL", *given])
         if suites:
             parse_suites(suites)
-        if arguments.methods not in (None, ALL):
-            parse_methods(arguments.methods)
+        if arguments.variants not in (None, ALL):
+            parse_variants(arguments.variants)
         if arguments.steps:
             parse_steps(arguments.steps)
     except ConfigError as error:

@@ -171,8 +171,8 @@ def parse(module: str, argv: Sequence[str]) -> Any:
 def check(words: Sequence[str]) -> None:
     """Raises if a command line has an unknown flag, recipe, key, suite, variant, make target, launcher or extra."""
     from pe_lab.analysis.dope import parse_grid
-    from pe_lab.evaluation.tasks.suites import parse_suites
-    from pe_lab.evaluation.variants import parse_methods
+    from pe_lab.evaluation.command_line import parse_variants
+    from pe_lab.evaluation.suites import parse_suites
     from pe_lab.lab.sweeps import make_sweep, parse_axis, parse_seeds
     from pe_lab.recipes import load_config, split_overrides
     from pe_lab.training.plan import plan_phases
@@ -197,7 +197,7 @@ def check(words: Sequence[str]) -> None:
             make_sweep(args.config, axes, parse_seeds(args.seeds), "none", split_overrides(arguments)[1])
         if kind == "pe_lab.evaluate":
             parse_suites(args.suite or "perplexity")
-            parse_methods(args.methods or "as-trained")
+            parse_variants(args.variants or "as-trained")
     elif kind == "launch":
         assert (ROOT / arguments[0]).is_file()
         if "--" in arguments:

@@ -32,8 +32,9 @@ def quick_training(reference: str) -> list[str]:
     small = {f"model.{key}": value for key, value in _TINY.items()} if not config.phases[0].init_from else {}
     small |= {f"phases.{i}.{key}": value for i in range(len(config.phases)) for key, value in _PHASE.items()}
     small |= {"mesh.fsdp": 1, "mesh.tensor": 1, "mesh.context": 1, "checkpoint.every_steps": 4, "log.every_steps": 1}
-    small |= {"evaluation.factors": [1, 2], "evaluation.tokens": 128, "evaluation.fit_tokens": 128}
-    small |= {"evaluation.needle_windows": 4, "evaluation.crop_steps": 1}
+    small |= {"evaluation.factors": [1, 2], "evaluation.options.tokens": 128}
+    small |= {"evaluation.options.fit_tokens": 128, "evaluation.options.windows": 4}
+    small |= {"evaluation.options.crop_steps": 1}
     small |= {"checkpoint.milestones": [], "log.validate_every_steps": 4, "log.validation_batches": 1}
     return [f"--config.{key}={value}" for key, value in small.items()]
 

@@ -124,7 +124,7 @@ def write_all(directory: Path, tasks: list[str], records: int = 2) -> None:
 if __name__ == "__main__":
     from lm_eval_tasks import write_tasks
 
-    from pe_lab.evaluation.tasks.longbench.table import TASKS
+    from pe_lab.evaluation.suites.longbench import TASKS
 
     write_all(Path(sys.argv[1]), list(TASKS))
     write_tasks(Path(sys.argv[1]) / "lm_eval")

@@ -163,7 +163,9 @@ def test_a_fraction_that_rotates_nothing_is_no_line(tmp_path):
 
 
 def test_options_reach_the_analysis(tmp_path, capsys):
-    arguments = "--head-dim=128 --base=5e5 --length=8k --factors=8,16 --methods=ntk,pi --fractions=0.5 --format=svg,png"
+    arguments = (
+        "--head-dim=128 --base=5e5 --length=8k --factors=8,16 --variants=ntk,pi --fractions=0.5 --format=svg,png"
+    )
     assert main(["frequencies", "--out", str(tmp_path), *arguments.split(), "--cache-head-dim=128"]) == 0
     numbers = numbers_at(tmp_path)
     assert numbers["settings"] == {
@@ -245,7 +247,7 @@ def test_help_lists_every_analysis_in_a_line(capsys):
         (["--fractions=0"], "fractions holds 0; each must lie above 0"),
         (["--fractions=10"], "fractions holds 10"),
         (["--fractions=0.001"], "None of the fractions rotates a channel of 256"),
-        (["--methods=yran"], "there is no 'yran'. Did you mean 'yarn'?"),
+        (["--variants=yran"], "there is no 'yran'. Did you mean 'yarn'?"),
         (["--format=pgn"], "--format: 'pgn' cannot be written. Did you mean 'png'?"),
         (["--out=ftp://bucket/x"], "addresses begin with gs:// or s3://"),
         (["--out=file"], "--out 'file' cannot be written (Not a directory)"),

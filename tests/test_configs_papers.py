@@ -62,7 +62,7 @@ def test_494m_has_the_papers_size_and_budget():
 
 
 @pytest.mark.parametrize("size", ["494m", "laptop"])
-def test_methods_of_table_1_differ_in_the_encoding_alone(size):
+def test_possible_variants_table_1_differ_in_the_encoding_alone(size):
     drope = _load(f"table1.py:method=drope,size={size}")
     steps = sum(phase.steps for phase in drope.phases)
     for method in METHODS[:-1]:

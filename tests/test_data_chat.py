@@ -17,7 +17,7 @@ from pe_lab.data.tokenizers.companions import Companions
 from pe_lab.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from pe_lab.data.tokenizers.tokenizer import DIFFICULT
 from pe_lab.errors import DataError, UserError
-from pe_lab.evaluation.tasks import perplexity
+from pe_lab.evaluation.suites import perplexity
 from pe_lab.prepare import main
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "chat_golden.json").read_text(encoding="utf-8"))

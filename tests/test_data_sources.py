@@ -15,7 +15,7 @@ from pe_lab.config import Config, SourceConfig, from_dict, to_json
 from pe_lab.data.sources import InputShard, files, open_source, tensorflow
 from pe_lab.data.tokenizers import ByteTokenizer, load_tokenizer
 from pe_lab.errors import UserError
-from pe_lab.evaluation.tasks import haystacks
+from pe_lab.evaluation.suites import niah as haystacks
 from pe_lab.generate import read_text
 from pe_lab.identity import config_hash
 

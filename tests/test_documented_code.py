@@ -48,7 +48,7 @@ def test_every_line_is_valid(page, monkeypatch):
         "python -m pe_lab.train --config=configs/drope_16b.py --config.model.layer=4",
         "python -m pe_lab.train --config=configs/table1.py:method=rop",
         "python -m pe_lab.evaluate --from=runs/x --suite=rular",
-        "python -m pe_lab.evaluate --from=runs/x --methods=yarm",
+        "python -m pe_lab.evaluate --from=runs/x --variants=yarm",
         "python -m pe_lab.analyze dope --from=runs/x --grid=ranks=1",
         "python -m pe_lab.surgeon --from=runs/x",
         "pe_lab tran",
@@ -124,7 +124,7 @@ SIZES = {
     "make test ": "make test ARGS=tests/test_words.py ",
     "max_new_tokens=16": "max_new_tokens=4",
     "data=text:'docs/*.md' --workdir=runs/finetuned": "data=text:'docs/*.md',steps=2,length=64,batch=2 "
-    "--config.evaluation.tokens=128 --config.evaluation.factors=[1,2] --config.log.validation_batches=1 "
+    "--config.evaluation.options.tokens=128 --config.evaluation.factors=[1,2] --config.log.validation_batches=1 "
     "--workdir=runs/finetuned",
     "--prompt=": "--max-new-tokens=8 --prompt=",
     "--seeds=3": "--seeds=1 "

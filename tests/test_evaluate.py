@@ -66,7 +66,7 @@ def test_every_kept_checkpoint_is_measured(run, tmp_path, capsys):
     earlier = tiny.checkpoint(Rope(), data, phase_index=0, step=1, tokens=160, id="earlier", seed=2)
     tiny.save(earlier, run / "pretrain")
     argv = [f"--from={run}", f"--out={tmp_path}", "--suite=perplexity", "--lengths=1x", "--tokens=64",
-            "--methods=as-trained"]  # fmt: skip
+            "--variants=as-trained"]  # fmt: skip
     assert main([*argv, "--steps=all"]) == 0
     assert "RoPE (pretrain/checkpoints/1)" in capsys.readouterr().out
     found = rows(tmp_path, "perplexity")
@@ -79,7 +79,7 @@ def test_every_kept_checkpoint_is_measured(run, tmp_path, capsys):
     paths = [str(run / "pretrain" / "checkpoints" / step) for step in "13"]
     assert list(locate(run, steps=(1,)).paths) == paths[:1] and list(locate(run / "pretrain", steps=()).paths) == paths
     # A method that is possible for some of the checkpoints alone leaves out the others.
-    assert main([*argv[:-1], "--methods=paper-beta", "--steps=1,3"]) == 0
+    assert main([*argv[:-1], "--variants=paper-beta", "--steps=1,3"]) == 0
     assert "pretrain/checkpoints/1 left out" in capsys.readouterr().out
     for steps, message in (
         ("2", "keeps no checkpoint of step 2. It keeps pretrain: 1, 3"),
@@ -93,19 +93,19 @@ def test_weights_under_another_encoding_are_rows_of_their_own(run, tmp_path, cap
     """Beside those of the model as it is, not instead of them."""
     out = tmp_path / "out"
     argv = [f"--from={run / 'pretrain'}", "--suite=perplexity", "--lengths=1x,2x", "--tokens=64", f"--out={out}"]
-    assert main([*argv, "--methods=as-trained"]) == 0
+    assert main([*argv, "--variants=as-trained"]) == 0
     assert main([*argv, "--positional=rope:base=500", "--positional=nope"]) == 0
     printed = capsys.readouterr().out
     assert "RoPE with rope:base=500" in printed and "RoPE with nope" in printed
     found = rows(out, "perplexity")
-    assert {(r["label"], r["method"], r["positional"]) for r in found} == {
+    assert {(r["label"], r["variant"], r["positional"]) for r in found} == {
         ("RoPE", "as trained", "rope(base=10000)"),
         ("RoPE with rope:base=500", "rope:base=500", "rope(base=500)"),
         ("RoPE with nope", "nope", "nope"),
     }
     assert len({r["checkpoint_id"] for r in found}) == 1 and len({r["perplexity"] for r in found}) == 6
     # Methods apply to the model's own encoding; a description applies at every length.
-    assert main([*argv, "--methods=NTK", "--positional=rope:base=500"]) == 0
+    assert main([*argv, "--variants=NTK", "--positional=rope:base=500"]) == 0
     assert {r["label"] for r in rows(out, "perplexity")} == {r["label"] for r in found} | {"RoPE + NTK"}
     assert main([*argv[:1], "--suite=beta", "--positional=nope"]) == 2
     assert "Make that a child first" in capsys.readouterr().err
@@ -123,7 +123,7 @@ def test_two_runs_of_one_name_are_told_apart(run, tmp_path, capsys):
         "tiny",
     ]
     out = tmp_path / "out"
-    argv = ["--suite=perplexity", "--lengths=1x", "--tokens=64", "--methods=as-trained", f"--out={out}"]
+    argv = ["--suite=perplexity", "--lengths=1x", "--tokens=64", "--variants=as-trained", f"--out={out}"]
     assert main([f"--from={both}", *argv]) == 0
     assert sorted(os.listdir(out)) == ["seed1", "seed2"]
     assert "seed1: RoPE" in (printed := capsys.readouterr().out) and "seed2: RoPE" in printed
@@ -149,10 +149,10 @@ def test_a_child_of_surgery_keeps_its_own_rows(run, tmp_path, capsys):
     parent = open_checkpoint(run / "pretrain")
     what = "rope(base=10000) -> nope on layers 0-1"
     write_child(parent, layers(NoPE(), 2), tmp_path / "dropped", what)
-    assert main([f"--from={tmp_path / 'dropped'}", "--suite=needles", "--methods=as-trained", *QUICK]) == 0
+    assert main([f"--from={tmp_path / 'dropped'}", "--suite=needles", "--variants=as-trained", *QUICK]) == 0
     found = rows(tmp_path / "dropped" / "evaluation", "needles")
     assert {(r["checkpoint"], r["model"], r["run"]) for r in found} == {("checkpoints/0", "DroPE", "dropped")}
-    assert main([f"--from={tmp_path / 'dropped'}", "--suite=needles", "--methods=as-trained",
+    assert main([f"--from={tmp_path / 'dropped'}", "--suite=needles", "--variants=as-trained",
                  f"--out={tmp_path / 'elsewhere'}", *QUICK]) == 0  # fmt: skip
     assert os.listdir(tmp_path / "elsewhere") == ["needles.jsonl"]
 
@@ -165,13 +165,13 @@ def test_text_files_of_ones_own_are_measured_whole(run, tmp_path, capsys):
     arguments = [f"--from={run / 'pretrain'}", f"--text={tmp_path}/*.txt", f"--out={tmp_path / 'out'}"]
     assert main(arguments) == 2 and "came without a tokenizer" in capsys.readouterr().err
     save_tokenizer(load_tokenizer("bytes"), run / "tokenizer")
-    chosen = ["--suite=perplexity", "--lengths=1x,2x", "--methods=as-trained,dropped", "--tokens=100000"]
+    chosen = ["--suite=perplexity", "--lengths=1x,2x", "--variants=as-trained,dropped", "--tokens=100000"]
     assert main([*arguments, *chosen]) == 0
     found = rows(tmp_path / "out", "perplexity")
     # Of all the text (a byte is a token), the larger part is scored, and the rest kept to fit a logit scale on.
     (scored,) = {r["tokens"] for r in found}
     assert sum(map(len, texts)) / 2 < scored < sum(map(len, texts))
-    by = {(r["method"], r["length"]): r["perplexity"] for r in found}
+    by = {(r["variant"], r["length"]): r["perplexity"] for r in found}
     assert len(by) == 4 and by["dropped", 16] != by["as trained", 16]
     assert "dropped and not recalibrated" in capsys.readouterr().out
 
@@ -189,7 +189,7 @@ def test_an_external_checkpoint_is_measured_on_text_that_is_given(tmp_path, caps
     [
         (["--suite=needle"], "Did you mean 'needles'?"),
         (["--suite=niah", "--per-document", "--text=*.txt"], "leave --suite out"),
-        (["--methods=yarm"], "Did you mean 'yarn'?"),
+        (["--variants=yarm"], "Did you mean 'yarn'?"),
         (["--lengths=3q"], "'3q' is no length"),
         (["--lengths=1x,1g"], "'1g' is no length"),
         (["--lengths=5000x"], "too few for a sequence of 80,000"),
@@ -215,7 +215,7 @@ def test_bad_input_is_one_message_and_status_2(run, tmp_path, capsys, arguments,
 
 
 def test_perplexity_by_position(run, tmp_path, capsys):
-    argv = [f"--from={run}", f"--out={tmp_path / 'out'}", "--suite=perplexity", "--lengths=32", "--methods=as-trained"]
+    argv = [f"--from={run}", f"--out={tmp_path / 'out'}", "--suite=perplexity", "--lengths=32", "--variants=as-trained"]
     assert main([*argv, "--by-position", "--attention=reference"]) == 0
     printed = " ".join(capsys.readouterr().out.split())  # a title is as wide as its table
     assert "Perplexity by position in sequences of 32 tokens" in printed and "0 .. 32" in printed

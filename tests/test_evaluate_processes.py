@@ -29,17 +29,17 @@ OF_THE_CLOCK = ("seconds", "peak_memory_gib", "machine")
 EVALUATE = ["pe_lab.evaluate", "--from=tiny", "--suite=perplexity,needles,beta", "--lengths=1x,16x", "--tokens=1024",
             "--windows=64", "--fit-tokens=512", "--out=measured"]  # fmt: skip
 NIAH = ["pe_lab.evaluate", "--from=tiny/pretrain", "--suite=niah:standard,multi_value", "--haystack=noise",
-        "--lengths=900,1000", "--samples=20", "--methods=as-trained,yarn", "--out=niah"]  # fmt: skip
+        "--lengths=900,1000", "--samples=20", "--variants=as-trained,yarn", "--out=niah"]  # fmt: skip
 LAYERS = ["pe_lab.analyze", "layers", "--from=tiny/pretrain", "--lengths=1x", "--sequences=16", "--by=head",
           "--greedy", "--format=svg", "--out=layers"]  # fmt: skip
-USE = ["pe_lab.analyze", "frequency_use", "--from=tiny", "--methods=as-trained", "--positional=rope:base=500",
+USE = ["pe_lab.analyze", "frequency_use", "--from=tiny", "--variants=as-trained", "--positional=rope:base=500",
        "--length=64x", "--sequences=5", "--text=text/*.txt", "--format=svg", "--out=use"]  # fmt: skip
 GENERATE = ["pe_lab.generate", "--from=tiny", "--prompts=prompts.txt", "--batch=3", "--max-new-tokens=12",
             "--temperature=1"]  # fmt: skip
 COMMANDS = [EVALUATE, NIAH, LAYERS, USE, GENERATE]
-LONG = ["pe_lab.evaluate", "--together", "--from=tiny/pretrain", "--suite=needles", "--methods=as-trained",
+LONG = ["pe_lab.evaluate", "--together", "--from=tiny/pretrain", "--suite=needles", "--variants=as-trained",
         "--lengths=1x,256x", "--windows=4", "--out=long"]  # fmt: skip
-ANSWERS = [*NIAH, "--together", "--samples=2", "--methods=as-trained", "--suite=niah:standard"]
+ANSWERS = [*NIAH, "--together", "--samples=2", "--variants=as-trained", "--suite=niah:standard"]
 TOGETHER = [LONG, ANSWERS, [*GENERATE, "--together"]]
 # Several commands in one process, which imports and compiles once. Their files are in one directory.
 DRIVER = """

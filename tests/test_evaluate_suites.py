@@ -17,8 +17,8 @@ import tiny  # noqa: E402
 from pe_lab.data.tokenizers import load_tokenizer, save_tokenizer  # noqa: E402
 from pe_lab.evaluate import main  # noqa: E402
 from pe_lab.evaluation import targets  # noqa: E402
-from pe_lab.evaluation.tasks.longbench.table import TASKS
-from pe_lab.evaluation.tasks.ruler.suite import TASKS as RULER
+from pe_lab.evaluation.suites.longbench import TASKS
+from pe_lab.evaluation.suites.ruler import TASKS as RULER
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_needles_of_two_models_under_two_variants(run, tmp_path, capsys):
     out = tmp_path / "out"
     argv = [f"--from={run / 'pretrain'},{run / 'recalibrate'}", "--suite=niah:standard", "--haystack=noise",
             "--lengths=640", "--samples=2", "--depths=0,100", f"--out={out}"]  # fmt: skip
-    assert main([*argv, "--methods=as-trained", "--positional=rope:base=500"]) == 0
+    assert main([*argv, "--variants=as-trained", "--positional=rope:base=500"]) == 0
     printed = capsys.readouterr().out
     assert "niah:standard for RoPE (pretrain/checkpoints/3), RoPE with rope:base=500" in printed
     assert "tokens/s" in printed and "DroPE" in printed and "Needle in a haystack" in printed
@@ -53,7 +53,7 @@ def test_needles_of_two_models_under_two_variants(run, tmp_path, capsys):
     assert {line["positional"] for line in found} == {"rope(base=10000)", "rope(base=500)", "nope"}
     assert [line["depth"] for line in found[:2]] == [[0.0], [100.0]]
     assert {row["label"] for row in lines(out / "tiny" / "niah.jsonl")} >= {"RoPE", "DroPE"}
-    assert main([*argv, "--methods=as-trained", "--positional=rope:base=500"]) == 0
+    assert main([*argv, "--variants=as-trained", "--positional=rope:base=500"]) == 0
     assert "4 of 4 samples were answered before" in capsys.readouterr().out
 
 
@@ -80,11 +80,11 @@ def test_documents_one_by_one(run, tmp_path, capsys):
 
 def test_sliding_windows_score_the_same_text_with_more_context(run, tmp_path, capsys):
     argv = [f"--from={run / 'pretrain'}", "--suite=perplexity", "--lengths=16,64", "--tokens=512", f"--out={tmp_path}",
-            "--methods=as-trained,cropped"]  # fmt: skip
+            "--variants=as-trained,cropped"]  # fmt: skip
     assert main([*argv, "--stride=4"]) == 0 and main(argv) == 0
     assert "windows sliding by 4" in capsys.readouterr().out
     rows = {
-        (row["method"], row["length"], "sliding" in row["source"]): row for row in lines(tmp_path / "perplexity.jsonl")
+        (row["variant"], row["length"], "sliding" in row["source"]): row for row in lines(tmp_path / "perplexity.jsonl")
     }
     whole, sliding = (rows["as trained", 64, slides] for slides in (False, True))
     assert whole["nll"] == sliding["nll"] and whole["tokens"] == sliding["tokens"]  # one window is all of a text
@@ -134,8 +134,8 @@ def test_answers_of_every_checkpoint_are_files_of_their_own(run, tmp_path):
         (["--suite=ruler:vt", "--haystack=noise"], "each of RULER's tasks has its own haystack"),
         (["--suite=ruler:qa_1", "--lengths=4k"], "--qa=DIR"),
         (["--suite=many_shot", "--problems=none.jsonl"], "none.jsonl"),
-        (["--suite=niah", "--haystack=noise", "--methods=yarm"], "Did you mean 'yarn'"),
-        (["--suite=niah", "--haystack=noise", "--methods=beta", "--lengths=1k"], "no logit scale was fitted"),
+        (["--suite=niah", "--haystack=noise", "--variants=yarm"], "Did you mean 'yarn'"),
+        (["--suite=niah", "--haystack=noise", "--variants=beta", "--lengths=1k"], "no logit scale was fitted"),
         (["--suite=niah", "--haystack=noise", "--attention=splash", "--lengths=1k"], "'splash' runs on tpu"),
     ],
 )

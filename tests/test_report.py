@@ -460,7 +460,7 @@ def test_two_runs_of_one_name_are_told_apart(tmp_path):
 
 def test_every_variant_that_can_be_measured_is_explained():
     """Every encoding of the registry, alone, in a mix and as an addition, under every method: no sentence is empty."""
-    from pe_lab.evaluation.variants import methods_of, model_name
+    from pe_lab.evaluation.variants import model_name, possible_variants
     from pe_lab.page.variants import DEFINITIONS, definition
     from pe_lab.positional import NoPE, PartialRope, Rope, Yarn
     from pe_lab.positional.codec import ENCODINGS
@@ -482,12 +482,14 @@ def test_every_variant_that_can_be_measured_is_explained():
             stacks.append([Layer(Rope(), extras=(one,))])
     for layers in stacks:
         model = model_name(layers)
-        for method in (*methods_of(layers, 64), "alibi"):
-            words = definition({"model": model, "method": method})
+        for method in (*possible_variants(layers, 64), "alibi"):
+            words = definition({"model": model, "variant": method})
             assert len(words) > 40 and "of the run's own code" not in words, (model, method)
             assert ("another encoding" in words) == (method not in VARIANTS)
-    assert definition({"model": "Mine", "method": "as trained"}).startswith("The encoding Mine, of the run's own code.")
-    both = definition({"model": "RoPE/NoPE (YaRN 4)", "method": "PI"})
+    assert definition({"model": "Mine", "variant": "as trained"}).startswith(
+        "The encoding Mine, of the run's own code."
+    )
+    both = definition({"model": "RoPE/NoPE (YaRN 4)", "variant": "PI"})
     assert both.startswith("Its layers have different encodings. RoPE: Rotary") and "(YaRN 4)" in both
     assert both.endswith("(position interpolation).")
 

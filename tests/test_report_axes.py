@@ -229,7 +229,7 @@ def test_frequencies_under_interpolation_and_the_mark_of_slow_pairs():
 
 
 def test_a_later_round_of_spare_colours_has_another_dash():
-    styles = assign_styles({f"v{i:02}": {"model": "M", "method": "m"} for i in range(13)})
+    styles = assign_styles({f"v{i:02}": {"model": "M", "variant": "m"} for i in range(13)})
     assert [style.dash for style in styles.values()] == [None] * 4 + ["7 3"] * 4 + ["2 3"] * 4 + [None]
-    known = assign_styles({"a": {"model": "RoPE", "method": "PI"}, "b": {"model": "RoPE", "method": "PI"}})
+    known = assign_styles({"a": {"model": "RoPE", "variant": "PI"}, "b": {"model": "RoPE", "variant": "PI"}})
     assert known["a"] == STYLES["PI"] and known["b"].colour == "extra-1"

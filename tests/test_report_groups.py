@@ -210,7 +210,7 @@ def test_the_last_phase_stands_for_a_run_without_a_dropped_model(two_groups):
     run = two_groups[0]
 
     def variant(model: str, method: str, phase: str) -> dict:
-        return {"model": model, "method": method, "phase": phase}
+        return {"model": model, "variant": method, "phase": phase}
 
     rope, scaled = variant("RoPE", "as trained", "pretrain"), variant("ALiBi", "YaRN", "recalibrate")
     variants = {"RoPE": rope, "ALiBi": variant("ALiBi", "as trained", "recalibrate"), "ALiBi + YaRN": scaled}

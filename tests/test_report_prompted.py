@@ -12,7 +12,7 @@ from prompted_rows import METHODS, all_suites, row, write_rows
 from run_directories import make_run
 from test_report import outline, page_of
 
-from pe_lab.evaluation.tasks.suites import AVERAGED
+from pe_lab.evaluation.suites import AVERAGED
 from pe_lab.page.run_section import work_out
 from pe_lab.page.score_charts import score_chart
 from pe_lab.results.runs import read_run
@@ -249,9 +249,9 @@ def test_all_wrong_is_not_certain():
 
 
 def test_a_scaling_with_options_is_of_its_kind():
-    assert kind({"model": "RoPE", "method": "yarn:factor=2"}) == "YaRN"
-    assert kind({"model": "RoPE", "method": "longrope:factor=2"}) == ""
-    assert kind({"model": "DroPE", "method": "yarn:factor=2"}) == ""
+    assert kind({"model": "RoPE", "variant": "yarn:factor=2"}) == "YaRN"
+    assert kind({"model": "RoPE", "variant": "longrope:factor=2"}) == ""
+    assert kind({"model": "DroPE", "variant": "yarn:factor=2"}) == ""
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_scores_of_a_former_step_are_marked_above_the_headline(tmp_path):
 
 def test_of_one_variant_that_was_measured_again_the_others_are_named(tmp_path):
     def step(record):
-        return record | {"step": 60 if record["method"] == "as trained" or record["phase"] != "pretrain" else 30}
+        return record | {"step": 60 if record["variant"] == "as trained" or record["phase"] != "pretrain" else 30}
 
     (first, *_) = work_out(read_run(run_with(tmp_path, step))).verdict.cautions
     assert first.startswith("Of pretrain, the scores of ") and "RoPE + YaRN (needles)" in first
@@ -70,7 +70,7 @@ def test_an_interrupted_evaluation_is_marked_and_its_gaps_are_not_judged(tmp_pat
     with pytest.raises(KeyboardInterrupt), announced(run / "evaluation", records):
         raise KeyboardInterrupt
     assert not work_out(read_run(run)).verdict.cautions  # all of it is there
-    rewrite(run, lambda record: None if (record["method"], record["factor"]) == ("YaRN", 8) else record, ["needles"])
+    rewrite(run, lambda record: None if (record["variant"], record["factor"]) == ("YaRN", 8) else record, ["needles"])
     found = work_out(read_run(run)).verdict
     assert found.cautions == [
         "The evaluation is not complete: 1 of 28 measurements are missing (needles at 8×). The same command goes on "
@@ -84,9 +84,9 @@ def test_an_interrupted_evaluation_is_marked_and_its_gaps_are_not_judged(tmp_pat
 
 def test_variants_on_other_samples_are_not_compared(tmp_path):
     def settings(record):
-        tokens = 512 if (record["method"], record["factor"]) == ("YaRN", 8) else 65_536
+        tokens = 512 if (record["variant"], record["factor"]) == ("YaRN", 8) else 65_536
         return record | {
-            "settings": {"tokens": tokens, "data": ["a"], "stride": 8 if record["method"] == "cropped" else 0}
+            "settings": {"tokens": tokens, "data": ["a"], "stride": 8 if record["variant"] == "cropped" else 0}
         }
 
     found = work_out(read_run(run_with(tmp_path, settings))).verdict

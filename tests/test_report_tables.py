@@ -43,7 +43,7 @@ def run_of(evaluation=None, phases=None, name="one", source="", **info):
 def measured(label="RoPE", factor=2.0, **more):
     model, method = {"NTK": ("RoPE", "NTK"), "β": ("DroPE", "beta")}.get(label, (label, "as trained"))
     return {
-        "label": label, "model": model, "method": method, "factor": factor, "length": int(64 * factor), "step": 1600,
+        "label": label, "model": model, "variant": method, "factor": factor, "length": int(64 * factor), "step": 1600,
         "phase": "pretrain", "stderr": 0.02, "checkpoint": "c/1", "seed": 3,
     } | more  # fmt: skip
 

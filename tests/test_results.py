@@ -117,7 +117,7 @@ def test_a_number_is_finite_and_no_truth_value():
 
 def test_records_that_differ_in_any_key_stand_beside_each_other(tmp_path):
     file = RecordFile(tmp_path / "x.jsonl")
-    first = {"run": "a", "checkpoint": "b", "method": "c", "length": 1, "seed": 0, "source": "s"}
+    first = {"run": "a", "checkpoint": "b", "variant": "c", "length": 1, "seed": 0, "source": "s"}
     file.put([first | {"n": 0}, *({**first, name: "other", "n": 0} for name in first), first | {"n": 1.23456789}])
     assert [record["n"] for record in file.records] == [1.234568, *[0] * 6]
 
@@ -300,7 +300,7 @@ def test_the_papers_scale_is_1_up_to_the_training_length():
 
 def test_what_a_model_and_a_method_make():
     def kind(model, method):
-        return variants.kind({"model": model, "method": method})
+        return variants.kind({"model": model, "variant": method})
 
     assert kind("RoPE", "as trained") == "RoPE" and kind("RoPE", "cropped") == "cropped" and kind("RoPE", "beta") == ""
     assert kind("DroPE", "paper beta") == "DroPE paper beta" and kind("drope", "as trained") == "DroPE"
@@ -310,13 +310,13 @@ def test_what_a_model_and_a_method_make():
 
 
 def test_up_to_the_training_length_a_scaling_changes_nothing():
-    asked = [variants.is_unchanged({"method": "NTK"}, factor) for factor in (None, 0.5, 1, 1.5)]
-    assert asked == [False, True, True, False] and not variants.is_unchanged({"method": "as trained"}, 1.0)
+    asked = [variants.is_unchanged({"variant": "NTK"}, factor) for factor in (None, 0.5, 1, 1.5)]
+    assert asked == [False, True, True, False] and not variants.is_unchanged({"variant": "as trained"}, 1.0)
 
 
 def test_variants_are_in_the_order_of_tables_and_others_by_label_behind():
     given = {"z": ("Mamba", ""), "y": ("DroPE", "beta"), "b": ("Mamba", ""), "x": ("RoPE", "PI"), "w": ("NoPE", "beta")}
-    given = {label: {"model": model, "method": method} for label, (model, method) in given.items()}
+    given = {label: {"model": model, "variant": method} for label, (model, method) in given.items()}
     assert list(variants.in_order(given)) == ["x", "y", "w", "b", "z"]
 
 

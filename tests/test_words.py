@@ -23,7 +23,7 @@ WORDS = [
     (r"\b[Aa]nswerers?\b|\b[Hh]eard\b", "generation backend, on_tokens", "", ""),
     (r"\bsaid\b", "display_name, or a plain verb", "", ""),
     (r"\bheld\b(?![- ]out)", "slot positions, kept, stored", "", ""),
-    (r"(?<!\")\bfacts\b", "metadata", r"pe_lab/", r"data/needles|tasks/needles"),  # an option of the needles source
+    (r"(?<!\")\bfacts\b", "metadata", r"pe_lab/", r"data/needles|suites/needles"),  # an option of the needles source
     (r"\b[Ff]oreign\b", "external", "", ""),
     (r"\b(bring|take)_(in|out)\b|\b([Bb]rings?|[Bb]rought|[Tt]akes?|[Tt]ook) (in|out)\b", "import, export", "", ""),
     (r"\b[Vv]erbs?\b|\b[Nn]ouns?\b", "command, library", "", r"tasks/(haystacks|ruler)"),  # parts of speech

@@ -31,7 +31,9 @@ API = {
     ),
     "checkpoints": ("Checkpoints", ["pe_lab.checkpoints", "pe_lab.checkpoints.surgery"]),
     "evaluation": (
-        "Evaluation", ["pe_lab.evaluation.measure", "pe_lab.evaluation.variants", "pe_lab.evaluation.tasks.task"]
+        "Evaluation",
+        ["pe_lab.evaluation.suite", "pe_lab.evaluation.measure", "pe_lab.evaluation.variants",
+         "pe_lab.evaluation.generation.tasks", "pe_lab.evaluation.live"],
     ),
     "analysis": (
         "Analysis",

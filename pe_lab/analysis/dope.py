@@ -19,10 +19,11 @@ from pe_lab.analysis.head_entropy import INDICATORS, STAGES, check_name, checked
 from pe_lab.analysis.sequences import Sequences, counted, text_windows
 from pe_lab.analysis.session import AnalysisSession
 from pe_lab.errors import CheckpointError, ConfigError
-from pe_lab.evaluation.generation.prompted import Prompted
-from pe_lab.evaluation.plan import parse_length
-from pe_lab.evaluation.tasks.suites import HARNESS, MEASURED, SEED, SUITES, open_tasks, parse_suites
-from pe_lab.evaluation.tasks.task import Task
+from pe_lab.evaluation.command_line import parse_length
+from pe_lab.evaluation.generation.prompted import SEED, Prompted
+from pe_lab.evaluation.generation.tasks import PromptTask
+from pe_lab.evaluation.suite import PromptSuite, add_options, given_options
+from pe_lab.evaluation.suites import SUITES, open_tasks, parse_suites
 from pe_lab.evaluation.variants import Subject, Variant
 from pe_lab.positional import DOPE, denoise_by
 from pe_lab.positional.codec import numbers_and_ranges
@@ -33,6 +34,7 @@ from pe_lab.results.paired import SIGNIFICANT, Difference, holm, paired, verdict
 from pe_lab.terminal import any_seed, console, positive
 
 ORDERS = ("ascending", "descending")
+PROMPT_SUITES = [suite for suite in SUITES.values() if isinstance(suite, PromptSuite)]
 GRID = {  # key -> values, of which a sweep has every combination
     "method": ("all-nope", "parts-fast"),
     "indicator": ("key",),
@@ -92,19 +94,19 @@ class DopeSweep:
 
     session: AnalysisSession
     cells: list[DopeCell]
-    tasks: list[Task]
+    tasks: list[PromptTask]
     length: int
-    zero_shot: Task | None
+    zero_shot: PromptTask | None
 
     @property
     def arguments(self) -> argparse.Namespace:
         return self.session.arguments
 
-    def prompted(self, variants: Sequence[Variant], tasks: Sequence[Task]) -> Prompted:
+    def prompted(self, variants: Sequence[Variant], tasks: Sequence[PromptTask]) -> Prompted:
         """The variants on the prompts of tasks; answers are kept in the analysis's directory."""
-        arguments = self.arguments
+        arguments, options = self.arguments, given_options(self.arguments, PROMPT_SUITES)
         seed, out = arguments.seed, self.session.out
-        return Prompted(variants, tasks, [self.length], arguments.samples, seed, out, arguments.again)
+        return Prompted(variants, tasks, [self.length], options, seed, out, arguments.again)
 
     def plan(self) -> str:
         """The number of models and of tokens, about, and what the comparison can find."""
@@ -149,15 +151,14 @@ class DopeSweep:
             if not sized:
                 raise ConfigError("Name the sequences to choose heads on: --text=GLOB, or --heads-suite=niah:clean.")
             suite = f"{sized[0].suite}:{sized[0].name}"
-        tasks = open_tasks(
-            parse_suites(suite), argparse.Namespace(**vars(arguments) | {"samples": count, "depths": None})
-        )
+        options = given_options(arguments, PROMPT_SUITES) | {"samples": count, "depths": None}
+        tasks = open_tasks(parse_suites(suite), options)
         if len(tasks) != 1 or not tasks[0].sized:
             raise ConfigError(f"--heads-suite={suite}: name one task whose prompts are made to a length.")
         return prompt_sequences(tasks[0], subject, length, count, arguments.seed + 1)
 
 
-def prompt_sequences(task: Task, subject: Subject, length: int, count: int, seed: int) -> Sequences:
+def prompt_sequences(task: PromptTask, subject: Subject, length: int, count: int, seed: int) -> Sequences:
     """`count` prompts of a task, without answers.
 
     Raises:
@@ -187,11 +188,13 @@ def open_sweep(session: AnalysisSession) -> DopeSweep:
     cells = parse_grid(arguments.grid, heads)
     suites = parse_suites(arguments.suite)
     for suite in suites:
-        if suite in MEASURED or suite == HARNESS:
-            raise ConfigError(f"--suite={suite}: the sweep asks prompts: niah, ruler, longbench or many_shot.")
-    opened = open_tasks(suites, arguments, (length,))
+        if not isinstance(SUITES[suite], PromptSuite):
+            known = ", ".join(one.name for one in PROMPT_SUITES)
+            raise ConfigError(f"--suite={suite}: the sweep asks prompts: {known}.")
+    options = given_options(arguments, PROMPT_SUITES)
+    opened = open_tasks(suites, options, (length,))
     tasks = [task for task in opened if task.name != "zero_shot"]
-    zero = open_tasks({"many_shot": ("zero_shot",)}, arguments) if "many_shot" in suites else [None]
+    zero = open_tasks({"many_shot": ("zero_shot",)}, options) if "many_shot" in suites else [None]
     if not tasks:
         raise ConfigError(f"--suite={arguments.suite}: name a task that the cells are measured on.")
     return DopeSweep(session, cells, tasks, length, zero[0])
@@ -207,8 +210,8 @@ def denoised(
         after = denoise_by(
             cell.method, before, scores[cell], cell.heads, cell.order, training_length=variant.training_length
         )
-        method, label = f"{variant.method}, DoPE {cell.name}", f"{variant.label}, {cell.name}"
-        new = Variant(variant.subject, method, label, described=after)
+        new_name, label = f"{variant.name}, DoPE {cell.name}", f"{variant.label}, {cell.name}"
+        new = Variant(variant.subject, new_name, label, described=after)
         yield cell, made.setdefault(new.fingerprint(length), new)
 
 
@@ -268,8 +271,7 @@ def _comparisons(
 
 def _scores(records: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[Any]]:
     """The scores of answered samples, and their clusters."""
-    # "facts" is the key of sample records.
-    clusters = [record["facts"].get("cluster", record["index"]) for record in records]
+    clusters = [record["metadata"].get("cluster", record["index"]) for record in records]
     return [record["score"] for record in records], clusters
 
 
@@ -290,7 +292,7 @@ def _edited(one: Variant, variant: Variant, length: int) -> list[list[int]]:
     return sorted([n, head] for n, edit in added for head in edit.heads)
 
 
-def _task_name(task: Task) -> str:
+def _task_name(task: PromptTask) -> str:
     return f"{task.suite}:{task.name}"
 
 
@@ -300,7 +302,6 @@ def _options(parser: argparse.ArgumentParser) -> None:
     add("--length", default="2x", help="tokens of a prompt and its answer (default: %(default)s the training length)")
     defaults = "; ".join(f"{key}={','.join(values)}" for key, values in GRID.items())
     add("--grid", metavar="KEY=A,B;KEY=C", help=f"the cells, by default {defaults}")
-    add("--samples", "--limit", type=positive, metavar="N", help="a task (default: 500, or as many as its file has)")
     add("--seed", type=any_seed, default=SEED, help="which prompts (default: %(default)s)")
     add("--dry-run", action="store_true", help="print the number of cells and of tokens, and end")
     add(
@@ -315,12 +316,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     )
     add("--heads-length", help="tokens of these sequences (default: --length), as in Table 3")
     add("--text", metavar="SOURCE", help="a text to choose heads on, instead of prompts")
-    add("--haystack", default="essays", help="essays, noise, needles, or a glob of text files (niah, ruler)")
-    add("--chat", action="store_true", help="prompts as messages of a chat (longbench)")
-    for suite in SUITES.values():
-        if suite.open is not None:
-            for flag, options in suite.flags.items():
-                add(flag, **options)
+    add_options(parser, PROMPT_SUITES)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -111,6 +111,6 @@ def session_of(
     source: str, text: str | None, length: str | None, sequences: int, out: AnyPath | None
 ) -> AnalysisSession:
     """A session of one checkpoint on held-out text, or on a text, which keeps what it measures in `out`."""
-    given = dict(source=source, steps=None, methods=None, positional=[], init=None, again=False)
+    given = dict(source=source, steps=None, variants=None, positional=[], init=None, again=False)
     given |= dict(text=text, length=length, sequences=sequences)
     return open_session("layers", argparse.Namespace(**given), out)

@@ -51,7 +51,7 @@ class Settings:
       base: RoPE's base in these figures.
       length: the training length in these figures, in tokens.
       factors: the scaling factors s; the first one is also drawn alone.
-      methods: keys of `METHODS`.
+      variants: keys of `METHODS`.
       cache_head_dim: channels of a head, in the figure of the cache; even.
       fractions: the shares of these channels that rotate, each in (0, 1].
     """
@@ -60,7 +60,7 @@ class Settings:
     base: float = 1e4
     length: int = 2048
     factors: tuple[float, ...] = (2.0, 3.0, 4.0)
-    methods: tuple[str, ...] = ("pi", "ntk", "yarn")
+    variants: tuple[str, ...] = ("pi", "ntk", "yarn")
     cache_head_dim: int = 256
     fractions: tuple[float, ...] = (0.01, 0.1, 0.25, 0.5, 0.75, 1.0)
 
@@ -71,7 +71,7 @@ class Settings:
                 raise ConfigError(f"{name} is {value}; it must be even, from {least} to {MAX_HEAD_DIM}.")
         if not 1 <= self.length <= MAX_LENGTH:
             raise ConfigError(f"length is {self.length}; give the training length, 1 to {MAX_LENGTH} tokens.")
-        for name, most in (("factors", MAX_FACTORS), ("fractions", MAX_FRACTIONS), ("methods", len(METHODS))):
+        for name, most in (("factors", MAX_FACTORS), ("fractions", MAX_FRACTIONS), ("variants", len(METHODS))):
             values = getattr(self, name)
             if not 1 <= len(values) <= most or len(set(values)) < len(values):
                 raise ConfigError(f"{name} holds {len(values)} values; give 1 to {most}, all different.")
@@ -81,9 +81,9 @@ class Settings:
         for fraction in self.fractions:
             if not 0 < fraction <= 1:
                 raise ConfigError(f"fractions holds {fraction:g}; each must lie above 0 and be at most 1.")
-        for method in self.methods:
+        for method in self.variants:
             if method not in METHODS:
-                raise ConfigError(f"methods: there is no '{method}'. {did_you_mean(method, list(METHODS))}")
+                raise ConfigError(f"variants: there is no '{method}'. {did_you_mean(method, list(METHODS))}")
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def compute(settings: Settings) -> Numbers:
       ConfigError: a description refuses its numbers (a base of 1), or none of the fractions rotates a channel.
     """
     trained = (settings.head_dim, settings.base, settings.length)
-    scaling = [scaling_curve(method, factor, *trained) for factor in settings.factors for method in settings.methods]
+    scaling = [scaling_curve(method, factor, *trained) for factor in settings.factors for method in settings.variants]
     cache = []
     for fraction in settings.fractions:
         # Partial RoPE's eq. 1, with the rotated channels instead of all channels.
@@ -200,7 +200,7 @@ OPTIONS = {  # option -> how its text is read, its default, and its help
     "--base": (number, "1e4", "RoPE's base (default: %(default)s)"),
     "--length": (whole, "2048", "training length in tokens (default: %(default)s)"),
     "--factors": (numbers, "2,3,4", "scaling factors s (default: %(default)s); the first is also drawn alone"),
-    "--methods": (items, "pi,ntk,yarn", f"of {', '.join(METHODS)} (default: %(default)s)"),
+    "--variants": (items, "pi,ntk,yarn", f"of {', '.join(METHODS)} (default: %(default)s)"),
     "--cache-head-dim": (whole, "256", "channels of a head, for the cache (default: %(default)s)"),
     "--fractions": (numbers, "0.01,0.1,0.25,0.5,0.75,1", "shares that rotate there (default: %(default)s)"),
 }

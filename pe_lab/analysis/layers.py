@@ -31,7 +31,7 @@ from pe_lab.analysis.losses import (
 from pe_lab.analysis.session import AnalysisSession
 from pe_lab.attention.statistics import ArrayLike
 from pe_lab.errors import ConfigError
-from pe_lab.evaluation.plan import parse_lengths
+from pe_lab.evaluation.command_line import parse_lengths
 from pe_lab.evaluation.variants import Variant
 from pe_lab.language_model import LanguageModel, Tokens
 from pe_lab.positional import drop, read_with

@@ -42,9 +42,9 @@ from pe_lab.analysis.frequencies import incomplete_pairs
 from pe_lab.analysis.schedule import DescribedModel, add_arguments, described
 from pe_lab.checkpoints.checkpoint import open_source
 from pe_lab.errors import ConfigError
-from pe_lab.evaluation.plan import parse_length
+from pe_lab.evaluation.command_line import parse_length, parse_variants
 from pe_lab.evaluation.targets import locate_all, parse_steps
-from pe_lab.evaluation.variants import layers_under, parse_methods
+from pe_lab.evaluation.variants import layers_under
 from pe_lab.positional import Rope, build_schedule, frequencies, label
 from pe_lab.positional.codec import ranges
 from pe_lab.positional.rotation import angles, fixed_point_frequencies
@@ -185,14 +185,16 @@ def _options(parser: argparse.ArgumentParser) -> None:
     add_arguments(parser)
     add("--length", help="the training length in tokens (default: that of the recipe or the checkpoint)")
     add("--target", default="2x,4x,16x", help="lengths to extend to, such as 2x,4x or 32k (default: %(default)s)")
-    add("--methods", default="pi,ntk,yarn", help="scalings: of pi, ntk, yarn (default: %(default)s)")
+    add("--variants", default="pi,ntk,yarn", help="scalings: of pi, ntk, yarn (default: %(default)s)")
 
 
 def _run(args: argparse.Namespace) -> Findings:
-    methods = tuple(dict.fromkeys([METHODS[0], *parse_methods(args.methods)]))
+    methods = tuple(dict.fromkeys([METHODS[0], *parse_variants(args.variants)]))
     for method in methods:
         if method not in METHODS:
-            raise ConfigError(f"--methods={method.replace(' ', '-')} changes no frequency; give some of pi, ntk, yarn.")
+            raise ConfigError(
+                f"--variants={method.replace(' ', '-')} changes no frequency; give some of pi, ntk, yarn."
+            )
     sources = _described(args)
     found = [rotation for one in sources for rotation in rotations(one, _targets(args, one), methods)]
     found = [rotation for rotation in found if rotation.rotating]

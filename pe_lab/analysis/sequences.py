@@ -18,18 +18,18 @@ from pe_lab.data.held_out import held_out_batch, held_out_tokens
 from pe_lab.data.mixture import open_mixture
 from pe_lab.data.tokenizers import Tokenizer
 from pe_lab.errors import CheckpointError, ConfigError, DataError
-from pe_lab.evaluation.plan import parse_length
+from pe_lab.evaluation.command_line import parse_length
+from pe_lab.evaluation.generation.prompted import SEED
+from pe_lab.evaluation.generation.tasks import PromptTask
 from pe_lab.evaluation.session import text_source
-from pe_lab.evaluation.tasks import needles
-from pe_lab.evaluation.tasks.perplexity import POOL
-from pe_lab.evaluation.tasks.suites import SEED, open_tasks, parse_suites
-from pe_lab.evaluation.tasks.task import Task
+from pe_lab.evaluation.suites import needles, open_tasks, parse_suites
+from pe_lab.evaluation.suites.perplexity import POOL
 from pe_lab.evaluation.variants import Subject
 from pe_lab.positional.codec import numbers_and_ranges
 from pe_lab.results.records import digest
 from pe_lab.terminal import any_seed, positive
 
-NEEDLES = "needles"  # the suite of symbols, which the model was trained with
+NEEDLES = needles.SUITE.name  # the suite of symbols, which the model was trained with
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,8 @@ def open_sequences(arguments: argparse.Namespace, subject: Subject) -> Sequences
     named = parse_suites(suite)
     if list(named) != ["niah"] or len(named["niah"]) != 1:
         raise ConfigError(f"--suite={suite}: name one task with one needle, niah:standard or another, or {NEEDLES}.")
-    tasks = open_tasks(named, argparse.Namespace(**vars(arguments), samples=count))
+    options = {"haystack": arguments.haystack, "depths": arguments.depths, "samples": count}
+    tasks = open_tasks(named, options)
     return prompts(tasks[0], tokenizer, length, count, arguments.seed)
 
 
@@ -213,7 +214,7 @@ def symbol_windows(subject: Subject, length: int, count: int, seed: int) -> Sequ
     )
 
 
-def prompts(task: Task, tokenizer: Tokenizer, length: int, count: int, seed: int) -> Sequences:
+def prompts(task: PromptTask, tokenizer: Tokenizer, length: int, count: int, seed: int) -> Sequences:
     """`count` prompts of a task with one needle, each followed by the answer.
 
     Raises:

@@ -18,9 +18,10 @@ import numpy as np
 from pe_lab.analysis.analysis import Identity, Parts
 from pe_lab.analysis.sequences import Sequences, open_sequences, parse_heads, parse_numbers
 from pe_lab.errors import ConfigError
+from pe_lab.evaluation.command_line import parse_variants
 from pe_lab.evaluation.scoring.forward import BATCH_TOKENS, BATCH_TOKENS_ELSEWHERE
-from pe_lab.evaluation.targets import Target, load_subjects, locate_all, parse_steps
-from pe_lab.evaluation.variants import Subject, Variant, all_variants, model_name, parse_methods
+from pe_lab.evaluation.targets import EvaluationTarget, load_subjects, locate_all, parse_steps
+from pe_lab.evaluation.variants import Subject, Variant, all_variants, model_name
 from pe_lab.identity import machine, versions
 from pe_lab.language_model import LanguageModel
 from pe_lab.parallel import first_then_others, shared
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--from", dest="source", metavar="RUN[,RUN...]", help="runs, phases, checkpoints, hf:DIR, gguf:FILE")
     add("--steps", help="checkpoints of each phase: all that are kept, or of steps 8000,14000 (default: the last)")
-    add("--methods", help="of as-trained, pi, ntk, yarn, beta, paper-beta, dropped (default: as-trained)")
+    add("--variants", help="of as-trained, pi, ntk, yarn, beta, paper-beta, dropped (default: as-trained)")
     add(
         "--positional",
         action="append",
@@ -243,14 +244,14 @@ def open_session(analysis: str, arguments: argparse.Namespace, out: AnyPath | No
     if not arguments.source:
         raise ConfigError(f"{analysis} needs a model: --from=RUN, a checkpoint, hf:DIR or gguf:FILE.")
     steps = None if arguments.steps is None else parse_steps(arguments.steps)
-    methods = None if arguments.methods is None else parse_methods(arguments.methods)
-    if methods and "cropped" in methods:
-        raise ConfigError("--methods=cropped reads shorter sequences: give a shorter --length instead.")
+    names = None if arguments.variants is None else parse_variants(arguments.variants)
+    if names and "cropped" in names:
+        raise ConfigError("--variants=cropped reads shorter sequences: give a shorter --length instead.")
     targets = locate_all(arguments.source, steps)
     where = targets[0].root / "analysis" / analysis if out is None else out
     check_place("--out", where)  # before what may take minutes
     subjects = [subject for target in targets for subject in _subjects(target, arguments.init)]
-    variants = all_variants(subjects, methods, arguments.positional)
+    variants = all_variants(subjects, names, arguments.positional)
     if arguments.init is not None:
         variants = list(map(named_by_encoding, variants))
     if out is None:
@@ -258,7 +259,7 @@ def open_session(analysis: str, arguments: argparse.Namespace, out: AnyPath | No
     return AnalysisSession(analysis, arguments, where, variants, distinct_names(variants, len(targets) > 1))
 
 
-def _subjects(target: Target, seeds: int | None) -> list[Subject]:
+def _subjects(target: EvaluationTarget, seeds: int | None) -> list[Subject]:
     """The checkpoints of a target, each once; with `seeds`, random weights of the shape of each."""
     found = load_subjects(target, target.paths)
     found = [one for n, one in enumerate(found) if one.id not in {before.id for before in found[:n]}]
@@ -277,7 +278,7 @@ def _subjects(target: Target, seeds: int | None) -> list[Subject]:
 def named_by_encoding(variant: Variant) -> Variant:
     """A variant of random weights with the name of its encoding alone: they were trained with no other."""
     label = variant.label.removeprefix(f"{variant.subject.model} with ")
-    return replace(variant, label=model_name(variant.layers) if label in (variant.label, variant.method) else label)
+    return replace(variant, label=model_name(variant.layers) if label in (variant.label, variant.name) else label)
 
 
 def distinct_names(variants: Sequence[Variant], several: bool) -> list[str]:

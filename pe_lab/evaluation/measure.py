@@ -1,36 +1,89 @@
-"""Measures suites that need no answers (perplexity, needles, the logit scale): what is possible, and its records."""
+"""Measures the suites that score tokens: which variants, lengths and sources are possible, and their records."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Int
 
-from pe_lab.checkpoints.checkpoint import write_logit_scale
 from pe_lab.config import DataConfig
 from pe_lab.data.mixture import open_mixture
-from pe_lab.errors import CheckpointError, ConfigError, UserError
-from pe_lab.evaluation.plan import Plan, Unit, choose, methods_for
+from pe_lab.errors import CheckpointError, ConfigError
 from pe_lab.evaluation.progress import TokenProgress
 from pe_lab.evaluation.scoring.forward import Forward, tensor_shards
-from pe_lab.evaluation.tasks import beta as betas
-from pe_lab.evaluation.tasks import needles, perplexity
-from pe_lab.evaluation.tasks.suites import MEASURED
-from pe_lab.evaluation.variants import Subject, Variant, layers_under, paper_coefficient, variants_of
+from pe_lab.evaluation.suite import Suite, TokenSuite, read_settings
+from pe_lab.evaluation.suites import SUITES
+from pe_lab.evaluation.suites.needles import Predict
+from pe_lab.evaluation.suites.perplexity import Losses
+from pe_lab.evaluation.variants import Subject, Variant, check_variants, paper_coefficient, variants_of
 from pe_lab.identity import versions
 from pe_lab.model import complete
-from pe_lab.parallel import check_memory, first_then_others, on_first
+from pe_lab.parallel import first_then_others
 from pe_lab.positional import Alibi, Layer, label_layers
 from pe_lab.results.records import Record, RecordFile, finite
 from pe_lab.results.unfinished import announced
-from pe_lab.results.variants import PAPER_COEFFICIENT
+from pe_lab.results.variants import PAPER_COEFFICIENT, VARIANTS
 from pe_lab.storage import AnyPath
 from pe_lab.terminal import console
 
+if TYPE_CHECKING:
+    from pe_lab.evaluation.session import EvaluationSession
+
 Forwards = dict[Any, Forward]  # compiled forward passes by shape
+
+
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """What to measure.
+
+    Attributes:
+      lengths: in tokens.
+      suites, variants: their names; None: all that are possible. No variants are meant where there are `descriptions`
+        and no names.
+      descriptions: encodings as `--positional` takes them.
+      options: of the suites, by name.
+      seed: of what suites draw.
+      again: whether existing records are measured again.
+    """
+
+    lengths: tuple[int, ...]
+    suites: tuple[str, ...] | None = None
+    variants: tuple[str, ...] | None = None
+    descriptions: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    again: bool = False
+
+    def variants_for(self, subject: Subject) -> tuple[str, ...]:
+        """The variants that are asked for, of those that are possible for a checkpoint.
+
+        Where none are named, those that a named suite fits are meant too.
+        """
+        if self.variants is None and self.descriptions:
+            return ()
+        fitted = [getattr(SUITES[name], "fits", None) for name in self.suites or ()]
+        named = (*subject.default_variants, *fitted) if self.variants is None else self.variants
+        return tuple(variant for variant in subject.variants if variant in named)
+
+
+@dataclass(frozen=True)
+class MeasurementUnit:
+    """One record to measure: a variant, at a length, on a source."""
+
+    suite: TokenSuite
+    variant: Variant
+    length: int
+    source: int | None  # its index in the mixture; None: no one of them
+
+    @property
+    def factor(self) -> float:
+        return self.length / self.variant.training_length
 
 
 class Evaluation:
@@ -41,69 +94,82 @@ class Evaluation:
       data: where text and needles come from.
       directory: of `SUITE.jsonl`.
       devices: `compute_devices()` by default.
+      mesh: on which the weights lie already, instead of `devices`.
       attention: an implementation of attention instead of the one in the checkpoints' configs.
       forwards: compiled forward passes, which are added to; evaluations that share them compile once.
+      opened: data by what it depends on, which is added to; only evaluations of one plan on one data may share it.
+      quiet: whether nothing is printed.
 
     Attributes:
+      lengths, seed: of the plan.
+      mixture: the opened data.
+      text_sources: the numbers of its sources that hold out text.
+      files: the records by suite.
       skipped: sentences about what is left out, and why, and about tokens that lengths do not share.
       kept: sentences about what was stored with the checkpoints.
       reused: units whose records existed.
 
     Raises:
-      UserError: a suite or a method that is impossible here, or lengths that the data cannot fill.
+      UserError: a suite or a variant that is impossible here, or lengths that the data cannot fill.
     """
 
     def __init__(
         self,
         subjects: Sequence[Subject],
         data: DataConfig,
-        plan: Plan,
+        plan: EvaluationPlan,
         directory: AnyPath,
         devices: Sequence[Any] | None = None,
+        mesh: Mesh | None = None,
         attention: str | None = None,
         forwards: Forwards | None = None,
+        opened: dict[Any, Any] | None = None,
+        quiet: bool = False,
     ):
         self.subjects = [s for n, s in enumerate(subjects) if s.id not in {before.id for before in subjects[:n]}]
-        self.plan, self._data, self._devices, self._attention = plan, data, devices, attention
-        self._directory = directory
-        self.mixture = first_then_others(lambda: open_mixture(data))  # text is prepared once
-        self._check_vocabulary()
-        self.files = {suite: RecordFile(directory / f"{suite}.jsonl") for suite in MEASURED}
+        self.plan, self.data, self.lengths, self.seed = plan, data, plan.lengths, plan.seed
+        self._devices, self._mesh, self._attention, self._directory = devices, mesh, attention, directory
+        self._out = console(quiet)
+        self._opened: dict[Any, Any] = {} if opened is None else opened
         self._known: dict[Any, Any] = {}  # results by what they depend on
-        sources = list(enumerate(self.mixture.sources))
-        self._text = [i for i, s in sources if s.prepared is not None and s.tokens("validation")]
-        self._needles = [i for i, s in sources if s.needles is not None]
+        self._settings: dict[str, Any] = {}
+        # Text is prepared once, by the first process.
+        self.mixture = self.remember_data("mixture", lambda: first_then_others(lambda: open_mixture(data)))
+        self.source_names = ", ".join(s.name for s in self.mixture.sources)
+        self._check_vocabulary()
+        sources = enumerate(self.mixture.sources)
+        self.text_sources = [i for i, s in sources if s.prepared is not None and s.tokens("validation")]
         self.skipped, self.kept = list[str](), list[str]()
-        self.reused: list[Unit] = []
-        self.suites, self.methods = self._possible()
+        self.reused: list[MeasurementUnit] = []
+        self.suites, self.variant_names = self._possible()
+        # Suites that fit a variant come before those that measure it.
+        fitting = [s for s in SUITES.values() if isinstance(s, TokenSuite) and s.fits in self.variant_names]
+        self._needed = [*fitting, *(suite for suite in self.suites if suite not in fitting)]
+        self.files = {suite.name: RecordFile(directory / f"{suite.name}.jsonl") for suite in self._needed}
         self.variants = [variant for subject in self.subjects for variant in self._variants_of(subject)]
         self.units = list(self._units())
         self.forwards: Forwards = {} if forwards is None else forwards
         for variant in self.variants:
             self._forward(variant).check_attention(variant.layers, max(plan.lengths))
-        self._check_lengths()
+        found = [sentence for suite in self._needed for sentence in suite.check(self)]
+        self.skipped += dict.fromkeys(found)
 
-    def cost(self, unit: Unit) -> int:
+    def cost(self, unit: MeasurementUnit) -> int:
         """Tokens of a unit, about, for a progress bar."""
-        settings = self.plan.settings
-        return {
-            "perplexity": settings.tokens,
-            "needles": settings.needle_windows * unit.length,
-            "beta": 10 * settings.fit_tokens,
-        }[unit.suite]
+        return unit.suite.cost(self.settings(unit.suite), unit.length)
 
     def run(self) -> list[Record]:
         """The records of the plan, in its order; those that do not exist yet are measured."""
-        out = console()
+        out = self._out
         for sentence in self.skipped:
             out.print(sentence)
         models = ", ".join(dict.fromkeys(f"{s.model} ({s.path})" for s in self.subjects))
         out.print(f"{len(self.units)} measurements of {models}")
         records, finished = [], 0
         planned = announced(self._directory, list(map(self._name, self.units)))
-        with planned, TokenProgress("compiling", sum(map(self.cost, self.units))) as progress:
+        with planned, TokenProgress("compiling", sum(map(self.cost, self.units)), out) as progress:
             for unit in self.units:
-                name = f"{unit.suite} {unit.length:,} {unit.variant.label}"
+                name = f"{unit.suite.name} {unit.length:,} {unit.variant.label}"
                 for forward in self.forwards.values():
                     forward.on_tokens = functools.partial(progress.add, name=name)
                 record, existed = self._record(unit)
@@ -112,8 +178,8 @@ class Evaluation:
                     self.reused.append(unit)
                 finished += self.cost(unit)
                 progress.show(finished, name)
-        if "beta" in self.methods:
-            self._write_common_coefficients()
+        for suite in self._needed:
+            suite.finish(self)
         if self.reused:
             out.print(f"{len(self.reused)} of them were measured before (--again measures them again).")
         for sentence in self.kept:
@@ -124,64 +190,112 @@ class Evaluation:
         return records
 
     # --------------------------------------------------------------------------------------------------------
+    # What a suite measures with
+
+    def settings(self, suite: Suite) -> Any:
+        """The settings of a suite."""
+        if suite.name not in self._settings:
+            self._settings[suite.name] = read_settings(suite, self.plan.options)
+        return self._settings[suite.name]
+
+    def remember(self, key: Any, compute: Callable[[], Any]) -> Any:
+        """A result by its key, computed once. Variants coincide at the training length, and share results there."""
+        if key not in self._known:
+            self._known[key] = compute()
+        return self._known[key]
+
+    def remember_data(self, key: Any, compute: Callable[[], Any]) -> Any:
+        """Data by its key, which does not depend on the subjects, opened once."""
+        if key not in self._opened:
+            self._opened[key] = compute()
+        return self._opened[key]
+
+    def fingerprint(self, source: int | None) -> Any:
+        """A digest of a source of the data, for the settings of a record."""
+        found = None if source is None else self.mixture.sources[source].fingerprint
+        return found if found is None or isinstance(found, str) else list(found)
+
+    def losses(self, variant: Variant, layers: Sequence[Layer]) -> Losses:
+        """A function from a batch to the loss of each of its targets [n, T], nats."""
+        forward, params = self._forward(variant), self._params(variant)
+        return lambda batch: forward.losses(params, batch, layers)
+
+    def predictions(self, variant: Variant, layers: Sequence[Layer]) -> Predict:
+        """A function from tokens [n, T] and positions [n, Q] to the likeliest next tokens after these [n, Q]."""
+        forward, params = self._forward(variant), self._params(variant)
+
+        def predict(tokens: Int[np.ndarray, "n T"], at: Int[np.ndarray, "n Q"]) -> Int[np.ndarray, "n Q"]:
+            return forward.predictions(params, tokens, at, layers)
+
+        return predict
+
+    def _forward(self, variant: Variant) -> Forward:
+        alike = [other for other in self.variants if (other.described is None) == (variant.described is None)]
+        slopes = any(isinstance(layer.encoding, Alibi) for other in alike for layer in other.layers)
+        shape = variant.subject.checkpoint.model
+        if (shape, slopes) not in self.forwards:
+            named = {} if self._attention is None else {"attention": self._attention}
+            config = complete(dataclasses.replace(shape, **named))
+            tensor = tensor_shards(variant.subject.lm.mesh)
+            self.forwards[shape, slopes] = Forward(config, slopes, self._devices, tensor=tensor, mesh=self._mesh)
+        return self.forwards[shape, slopes]
+
+    def _params(self, variant: Variant) -> Any:
+        subject = variant.subject
+        return self.remember(("params", subject.id), lambda: self._forward(variant).place(subject.checkpoint.params))
+
+    # --------------------------------------------------------------------------------------------------------
     # What to measure
 
+    def _possible(self) -> tuple[list[TokenSuite], tuple[str, ...]]:
+        """The suites and the names of the variants of the plan that are possible for these checkpoints and this data.
+
+        Raises:
+          ConfigError: a named suite or variant is impossible, or nothing is left to measure.
+        """
+        plan = self.plan
+        asked = [SUITES[name] for name in plan.suites] if plan.suites is not None else list(SUITES.values())
+        scored = [s for s in SUITES.values() if isinstance(s, TokenSuite)]
+        chosen = [s for s in scored if s in asked and (plan.suites is not None or s.by_default)]
+        fitting = {s.fits: s for s in scored if s.fits is not None}
+        wanted = {variant for subject in self.subjects for variant in plan.variants_for(subject)}
+        needed = [*chosen, *(s for s in fitting.values() if s.fits in wanted)]
+        reasons = {s: s.impossible(self) for s in dict.fromkeys(needed)}
+        for suite in chosen if plan.suites is not None else ():
+            if reasons[suite]:
+                raise ConfigError(f"--suite={suite.name} cannot be measured for this run: {reasons[suite]}.")
+        for variant, suite in fitting.items():
+            if reasons.get(suite) and variant in (plan.variants or ()):
+                raise ConfigError(f"--variants={variant} cannot be measured for this run: {reasons[suite]}.")
+        possible = [s for s in chosen if not reasons[s]]
+        if not possible:
+            raise ConfigError(f"Nothing can be measured for this run: {'; '.join(filter(None, reasons.values()))}.")
+        for suite, reason in reasons.items():
+            if reason and (suite.fits in wanted if suite.fits else suite in chosen):
+                self.skipped.append(f"{suite.name} left out: {reason}.")
+        check_variants(plan.variants or (), self.subjects)
+        names = tuple(v for v in VARIANTS if v in wanted and not (v in fitting and reasons[fitting[v]]))
+        for suite in [s for s in possible if s.fits is not None and s.fits not in names]:
+            if plan.suites is not None:
+                raise ConfigError(
+                    f"--suite={suite.name} fits the variant {suite.fits}: leave --variants out, or name it there."
+                )
+            possible.remove(suite)
+        return possible, names
+
     def _variants_of(self, subject: Subject) -> list[Variant]:
-        methods = [method for method in methods_for(self.plan, subject) if method in self.methods]
-        return variants_of(subject, methods, self.plan.descriptions, functools.partial(self._beta, subject))
+        names = [name for name in self.plan.variants_for(subject) if name in self.variant_names]
+        return variants_of(subject, names, self.plan.descriptions, functools.partial(self._beta, subject))
 
-    def _possible(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The suites and methods of the plan that are possible for these checkpoints and this data."""
-        names = ", ".join(s.name for s in self.mixture.sources)
-        scaled = [s for s in self.subjects if "beta" in s.methods]
-        reasons: dict[str, str] = {}
-        if not self._text:
-            reasons["perplexity"] = f"its data ({names}) holds out no text"
-        if not self._needles:
-            reasons["needles"] = f"it was trained without needles (its data: {names})"
-        if not scaled:
-            reasons["beta"] = (
-                "a logit scale is fitted for layers that rotate or have no encoding, are not scaled, and have no logit "
-                "scale of their own"
-            )
-        elif not self._text:
-            reasons["beta"] = f"a logit scale is fitted on held-out text, and its data ({names}) has none"
-        elif max(self.plan.lengths) <= min(s.training_length for s in scaled):
-            reasons["beta"] = "no length is beyond the training length"
-        elif reason := self._nothing_to_fit():
-            reasons["beta"] = reason
-            if self.plan.methods is None and any("beta" in methods_for(self.plan, s) for s in scaled):
-                self.skipped.append(f"β left out: {reason}.")
-        if self.plan.suites is None:
-            self.skipped += [f"{s} left out: {reasons[s]}." for s in MEASURED[:2] if s in reasons]
-        return choose(self.plan, self.subjects, reasons)
-
-    def _nothing_to_fit(self) -> str | None:
-        """Why no logit scale can be fitted on the held-out text; None if one can."""
-        try:
-            texts = [self._held_out(source) for source in self._text]
-        except UserError as error:
-            return str(error).rstrip(".")
-        short = [text for text in texts if not len(text.fit)]
-        if not short:
-            return None
-        return (
-            f"data source {short[0].source!r} has held-out text for one sequence of {short[0].tile:,} tokens "
-            "and none to fit a logit scale on"
-        )
-
-    def _units(self) -> Iterator[Unit]:
-        """The records to measure. Scales come first: the method `beta` needs them."""
-        for suite in ("beta", "perplexity", "needles"):
-            if suite not in self.suites:
-                continue
-            sources = {"beta": [-1], "perplexity": self._text, "needles": self._needles}[suite]
-            for variant in self.variants:
-                for length in self.plan.lengths:
-                    if suite == "beta" and (variant.method != "beta" or length <= variant.training_length):
-                        continue
-                    for source in sources:
-                        yield Unit(suite, variant, length, source)
+    def _units(self) -> Iterator[MeasurementUnit]:
+        """The records to measure."""
+        for suite in self._needed:
+            for variant in self.variants if suite in self.suites else ():
+                for length in self.lengths:
+                    for source in suite.sources(self):
+                        unit = MeasurementUnit(suite, variant, length, source)
+                        if suite.covers(unit):
+                            yield unit
 
     def _check_vocabulary(self) -> None:
         for subject in self.subjects:
@@ -197,211 +311,67 @@ class Evaluation:
                     f"{subject.path} knows {model.vocab_size} tokens, its data has {self.mixture.vocab_size}."
                 )
 
-    def _check_lengths(self) -> None:
-        """Opens all text and needles, so that an impossible length is refused before anything is measured."""
-        if self.plan.stride and self.plan.stride > min(self.plan.lengths):
-            raise ConfigError(
-                f"--stride={self.plan.stride} is more than the shortest length, {min(self.plan.lengths)}: windows "
-                "would leave tokens out. Give a smaller one."
-            )
-        if any(unit.suite in ("perplexity", "beta") or unit.variant.method == "beta" for unit in self.units):
-            for source in self._text:
-                self.skipped += self._held_out(source).missing(self.plan.lengths, self.plan.settings.tokens)
-        for source in self._needles if "needles" in self.suites else ():
-            for length in self.plan.lengths:
-                self._questions(source, length)
-
     # --------------------------------------------------------------------------------------------------------
-    # Measuring
+    # Records
 
-    def _record(self, unit: Unit) -> tuple[Record, bool]:
+    def _record(self, unit: MeasurementUnit) -> tuple[Record, bool]:
         """The record of a unit, and whether it existed."""
-        variant, record = unit.variant, self._name(unit)
-        record |= {"seed": self.plan.settings.seed, "settings": self._settings(unit)}
-        file, suite = self.files[unit.suite], unit.suite
+        variant, record, suite = unit.variant, self._name(unit), unit.suite
+        record |= {"seed": self.seed, "settings": self.identity(unit)}
+        file = self.files[suite.name]
         if not self.plan.again and (found := file.find(record)):
             renamed = found | {name: record[name] for name in ("label", "tokens_trained")}
             if renamed != found:
                 file.put([renamed])
             return renamed, True
-        measures = {"perplexity": self._perplexity, "needles": self._needle_accuracy, "beta": self._fitted_beta}
-        if suite != "beta":
+        if suite.fits is None:
             record |= {"beta": variant.beta_at(unit.length), "positional": label_layers(variant.layers_at(unit.length))}
-        record = finite({**record, **measures[suite](unit), "versions": versions()})
+        record = finite({**record, **suite.measure(self, unit), "versions": versions()})
         file.put([record])
         return record, False
 
-    def _name(self, unit: Unit) -> Record:
+    def _name(self, unit: MeasurementUnit) -> Record:
         """The keys of a unit's record that tell what it measures: suite, checkpoint, variant, length and source."""
-        more = f", windows sliding by {self.plan.stride}" if unit.suite == "perplexity" and self.plan.stride else ""
-        source = {} if unit.suite == "beta" else {"source": self.mixture.sources[unit.source].name + more}
-        return {"suite": unit.suite} | unit.variant.record(unit.length) | source
+        source = unit.suite.source_name(self, unit)
+        named = {} if source is None else {"source": source}
+        return {"suite": unit.suite.name} | unit.variant.record(unit.length) | named
 
-    def _settings(self, unit: Unit) -> Record:
+    def identity(self, unit: MeasurementUnit) -> Record:
         """The settings that a record's numbers depend on; a record under other settings is measured again."""
-        settings, method = self.plan.settings, unit.variant.method
-        given: Record = {"protocol": perplexity.SUITE.protocol}
+        given: Record = {"protocol": unit.suite.protocol}
         coefficient = paper_coefficient(unit.variant.subject.lineage)
-        if method == "paper beta" and coefficient != PAPER_COEFFICIENT:
+        if unit.variant.name == "paper beta" and coefficient != PAPER_COEFFICIENT:
             given["coefficient"] = coefficient
-        if unit.suite == "beta":
-            return given | self._text_settings(self._text)
-        if method == "beta":
-            given["fit"] = self._text_settings(self._text)
-        if unit.suite == "needles":
-            return given | {
-                "protocol": needles.SUITE.protocol,
-                "windows": settings.needle_windows,
-                "data": self._fingerprint(unit.source),
-            }
-        if method == "cropped" or self.plan.stride:
-            given["stride"] = self._stride(unit.variant)
-        return given | self._text_settings([unit.source])
-
-    def _text_settings(self, sources: Sequence[int]) -> Record:
-        """What chooses the tokens to score and those to fit on, of these sources of text."""
-        settings = self.plan.settings
-        return {
-            "tile": [self._held_out(i).tile for i in sources],
-            "tokens": settings.tokens,
-            "fit_tokens": settings.fit_tokens,
-            "data": [self._fingerprint(i) for i in sources],
-        }
-
-    def _fingerprint(self, source: int) -> Any:
-        found = self.mixture.sources[source].fingerprint
-        return found if isinstance(found, str) else list(found)
-
-    def _stride(self, variant: Variant) -> int:
-        return self.plan.stride or max(1, variant.training_length // max(1, self.plan.settings.crop_steps))
-
-    def _remember(self, key: Any, compute: Callable[[], Any]) -> Any:
-        """A result by its key, computed once. Methods coincide at the training length, and share results there."""
-        if key not in self._known:
-            self._known[key] = compute()
-        return self._known[key]
-
-    def _forward(self, variant: Variant) -> Forward:
-        alike = [other for other in self.variants if (other.described is None) == (variant.described is None)]
-        slopes = any(isinstance(layer.encoding, Alibi) for other in alike for layer in other.layers)
-        shape = variant.subject.checkpoint.model
-        if (shape, slopes) not in self.forwards:
-            named = {} if self._attention is None else {"attention": self._attention}
-            config = complete(dataclasses.replace(shape, **named))
-            tensor = tensor_shards(variant.subject.lm.mesh)
-            self.forwards[shape, slopes] = Forward(config, slopes, self._devices, tensor=tensor)
-        return self.forwards[shape, slopes]
-
-    def _params(self, variant: Variant) -> Any:
-        subject = variant.subject
-        return self._remember(("params", subject.id), lambda: self._forward(variant).place(subject.checkpoint.params))
-
-    def _losses(self, variant: Variant, layers: Sequence[Layer]) -> perplexity.Losses:
-        forward, params = self._forward(variant), self._params(variant)
-        return lambda batch: forward.losses(params, batch, layers)
-
-    def _perplexity(self, unit: Unit) -> Record:
-        variant, text = unit.variant, self._held_out(unit.source)
-        layers, subject = variant.layers_at(unit.length), variant.subject
-        losses = self._losses(variant, layers)
-        size = min(unit.length, variant.crop or unit.length)
-        if self.plan.stride:
-            kind, length = "sliding", text.tile
-            read = perplexity.Cropped(text, size, min(self.plan.stride, size), losses)
-        elif size < unit.length:
-            kind, length = "cropped", unit.length
-            crops = functools.partial(perplexity.Cropped, text, size, self._stride(variant), losses)
-            read = self._remember(("crops", subject.id, unit.source), crops)
-        else:
-            kind, length = "windows", unit.length
-            read = functools.partial(perplexity.window_losses, text, losses=losses)
-        found = self._remember(
-            (kind, subject.id, layers, size, length, unit.source),
-            lambda: perplexity.summarize(*read(length), len(text.score)),
-        )
-        return {**found, "tiles": list(text.score_index)}
-
-    def _needle_accuracy(self, unit: Unit) -> Record:
-        variant, asked = unit.variant, self._questions(unit.source, unit.length)
-        layers, forward, params = variant.layers_at(unit.length), self._forward(variant), self._params(variant)
-        crop = variant.crop if unit.length > variant.training_length else None
-
-        def answer() -> Record:
-            predicted = needles.predict(asked, lambda tokens, at: forward.predictions(params, tokens, at, layers), crop)
-            return needles.score(predicted, asked)
-
-        found = self._remember(("needles", variant.subject.id, layers, unit.length, unit.source, crop), answer)
-        return {**found, "guessing": self.mixture.sources[unit.source].needles.guessing}
-
-    def _held_out(self, source: int) -> perplexity.HeldOut:
-        settings, name = self.plan.settings, self.mixture.sources[source].name
-        return self._remember(
-            ("text", source),
-            lambda: perplexity.held_out(
-                self._data, source, name, self.plan.lengths, settings.tokens, settings.fit_tokens,
-                self.mixture.tokenizer.eos_id,
-            ),
-        )  # fmt: skip
-
-    def _questions(self, source: int, length: int) -> needles.Questions:
-        settings = self.plan.settings
-        needed = 4 * 4 * settings.needle_windows * length  # int32: tokens, targets, distances and answers
-        what = f"Asking for needles in {settings.needle_windows:,} windows of {length:,} tokens"
-        check_memory(needed, what, advice="Give shorter --lengths, or fewer --windows.")
-        return self._remember(
-            ("questions", source, length),
-            lambda: needles.questions(self._data, source, length, settings.needle_windows, settings.seed),
-        )
-
-    # --------------------------------------------------------------------------------------------------------
-    # The logit scale
+        for fitting in self._needed if unit.suite.fits is None else ():
+            if fitting.fits == unit.variant.name:
+                given["fit"] = fitting.identity(self, dataclasses.replace(unit, suite=fitting, source=None))
+        return given | unit.suite.identity(self, unit)
 
     def _beta(self, subject: Subject, length: int) -> float:
-        """The scale for sequences of `length` tokens, fitted first if needed; 1 up to the training length."""
+        """The fitted scale for sequences of `length` tokens, fitted first if needed; 1 up to the training length."""
         if length <= subject.training_length:
             return 1.0
-        variant = next(variant for variant in self.variants if variant.subject is subject and variant.method == "beta")
-        return float(self._record(Unit("beta", variant, length, -1))[0]["beta"])
+        fitting = next(suite for suite in self._needed if suite.fits is not None)
+        variant = next(v for v in self.variants if v.subject is subject and v.name == fitting.fits)
+        return float(self._record(MeasurementUnit(fitting, variant, length, None))[0][fitting.metrics[0].key])
 
-    def _fitted_beta(self, unit: Unit) -> Record:
-        """The scale with the smallest loss on the tiles set aside for it; text sources count by their weight."""
-        variant, subject, length = unit.variant, unit.variant.subject, unit.length
-        texts = [self._held_out(source) for source in self._text]
-        shares = np.asarray([self.mixture.sources[source].weight for source in self._text], np.float64)
-        batches = [perplexity.as_batch(text, perplexity.cut(text.fit, length)) for text in texts]
 
-        def loss(beta: float) -> float:
-            layers = layers_under("beta", subject.checkpoint.layers, length, subject.training_length, beta)
-            losses = self._losses(variant, layers)
-            means = [np.average(losses(batch), weights=batch["weights"]) for batch in batches]
-            return float(np.average(means, weights=shares))
-
-        fit = self._remember(("fit", subject.id, length), lambda: betas.fit_beta(loss, unit.factor))
-        tokens = sum(len(text.fit) * (text.tile // length) * length for text in texts)
-        names = ", ".join(text.source for text in texts)
-        return {
-            "c": betas.coefficient(fit.beta, unit.factor),
-            "beta": fit.beta,
-            "nll_before": fit.nll_before,
-            "nll_after": fit.nll_after,
-            "fitted_on": f"{tokens:,} held-out tokens of {names}, none of them scored",
-            "tiles": [list(text.fit_index) for text in texts],
-            "evaluations": fit.evaluations,
-        }
-
-    def _write_common_coefficients(self) -> None:
-        """Adds the c that fits the scales of all lengths best to their records, and keeps it with the checkpoint."""
-        file, data = self.files["beta"], [self._fingerprint(source) for source in self._text]
-        for subject in self.subjects:
-            # Scales that were fitted on other text do not count.
-            mine = [one for one in file.records if one.get("checkpoint_id") == subject.id]
-            mine = [one for one in mine if (one.get("settings") or {}).get("data") == data and one.get("beta")]
-            c = betas.common_coefficient([float(one["beta"]) for one in mine], [float(one["factor"]) for one in mine])
-            if mine:
-                file.put([{**one, "c_all_lengths": c} for one in mine])
-            if c is not None:
-                fitted = {int(one["length"]): float(one["beta"]) for one in mine}
-                on = str(mine[0]["fitted_on"])
-                kept = on_first(functools.partial(write_logit_scale, subject.checkpoint, c, fitted, on))
-                where = f"is kept in {kept}" if kept else "is not kept: the checkpoint is external. Convert it first"
-                self.kept.append(f"{subject.path}: β = 1 {c:+.3f} ln s {where}.")
+def open_evaluation(chosen: Mapping[TokenSuite, Sequence[str]], session: EvaluationSession) -> Evaluation:
+    """The evaluation of the suites that score tokens, as a session asks for it; see `Suite.runner`."""
+    data, plan = session.data, session.plan
+    if data is None:
+        raise ConfigError(
+            f"{session.target.paths[-1]} does not tell its training data (it is external). Measure it on a text: "
+            "--text=GLOB."
+        )
+    if plan.suites is not None:
+        plan = dataclasses.replace(plan, suites=tuple(suite.name for suite in chosen))
+        if plan.descriptions and (fitting := next((suite for suite in chosen if suite.fits is not None), None)):
+            raise ConfigError(
+                f"--suite={fitting.name} fits the scale of a checkpoint's own encoding, and --positional gives "
+                "another. Make that a child first (python -m pe_lab.surgery), or leave --positional out."
+            )
+    arguments = session.arguments
+    return Evaluation(
+        session.subjects, data, plan, session.out, attention=arguments.attention, forwards=session.forwards
+    )

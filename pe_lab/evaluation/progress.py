@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from pe_lab.results.formatting import percent
 from pe_lab.terminal import Progress, console
@@ -14,14 +15,15 @@ class TokenProgress(Progress):
     Args:
       name: what is under way.
       total: tokens in all, about; None: not known.
+      out: a console; by default one that prints.
 
     Attributes:
       read: the tokens read so far.
       done: the part of the total that is done.
     """
 
-    def __init__(self, name: str, total: int | None = None):
-        super().__init__(console(), name, total)
+    def __init__(self, name: str, total: int | None = None, out: Any = None):
+        super().__init__(out or console(), name, total)
         self._tokens, self._start = total, time.monotonic()
         self.read = self.done = 0
 

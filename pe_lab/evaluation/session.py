@@ -6,23 +6,18 @@ import argparse
 import dataclasses
 import functools
 from collections.abc import Sequence
-from pathlib import Path
 
 from pe_lab.checkpoints.checkpoint import read_logit_scale
 from pe_lab.config import Config, DataConfig, EvaluationConfig, SourceConfig, from_dict
-from pe_lab.data.sources import KINDS, open_source
+from pe_lab.data.sources import KINDS
 from pe_lab.errors import CheckpointError, ConfigError
-from pe_lab.evaluation.generation.prompted import Prompted
-from pe_lab.evaluation.lm_eval.suite import Harness
-from pe_lab.evaluation.measure import Evaluation, Forwards
-from pe_lab.evaluation.plan import Plan, parse_lengths
+from pe_lab.evaluation.command_line import parse_lengths, parse_variants
+from pe_lab.evaluation.measure import EvaluationPlan, Forwards
 from pe_lab.evaluation.scoring.forward import check_length
-from pe_lab.evaluation.targets import Target, load_subjects
-from pe_lab.evaluation.tasks.documents import Documents
-from pe_lab.evaluation.tasks.ruler.files import write_answers
-from pe_lab.evaluation.tasks.suites import HARNESS, MEASURED, SEED, open_tasks
+from pe_lab.evaluation.suite import Runner, Suite, TokenSuite, given_options
+from pe_lab.evaluation.suites import SUITES, check_options, parse_suites
+from pe_lab.evaluation.targets import EvaluationTarget, load_subjects
 from pe_lab.evaluation.variants import ALL, Subject, Variant, all_variants
-from pe_lab.parallel import on_first
 from pe_lab.results.records import Record
 from pe_lab.results.variants import VARIANTS
 from pe_lab.storage import AnyPath
@@ -30,28 +25,32 @@ from pe_lab.terminal import console
 
 
 @dataclasses.dataclass
-class Session:
-    """The checkpoints of a target, and what is to be measured.
+class EvaluationSession:
+    """The checkpoints of a target, and what is to be measured. Suites open their runners from it.
 
     Attributes:
       arguments: of the command line.
-      suites: suite -> tasks (none: all that are meant by default); None: what can be measured without prompts.
-      methods: None: all that make sense, but for prompts as trained, unless the command line says `ALL`.
+      suites: suite -> tasks (none: all that are meant by default); None: the config's, else what is possible of those
+        that are measured by default.
+      names: of variants; None: the config's, else all that make sense, but for prompts as trained, unless the command
+        line says `ALL`.
       out: the directory of the results.
       forwards: compiled forward passes, which checkpoints of one shape share.
+      subjects: the loaded checkpoints.
     """
 
-    target: Target
+    target: EvaluationTarget
     arguments: argparse.Namespace
     suites: dict[str, tuple[str, ...]] | None
-    methods: tuple[str, ...] | None
+    names: tuple[str, ...] | None
     out: AnyPath
     forwards: Forwards = dataclasses.field(default_factory=dict)
+    subjects: Sequence[Subject] = ()
 
     def run(self) -> list[Record]:
         """The records of all suites. With `--steps` checkpoints are loaded and measured one after another."""
         if self.arguments.steps is None:
-            return self.measure(load_subjects(self.target, self.target.paths))
+            return dataclasses.replace(self, subjects=load_subjects(self.target, self.target.paths)).measure()
         records: list[Record] = []
         for path in self.target.paths:
             subjects = load_subjects(self.target, [path])
@@ -59,118 +58,116 @@ class Session:
             if session is None:
                 console().print(f"{subjects[0].path} left out: nothing that is asked for is possible for it.")
             else:
-                records += session.measure(subjects)
+                records += dataclasses.replace(session, subjects=subjects).measure()
         if not records:
-            raise ConfigError("--steps: none of the checkpoints can be measured with these --suite and --methods.")
+            raise ConfigError("--steps: none of the checkpoints can be measured with these --suite and --variants.")
         return records
 
-    def suitable(self, subject: Subject) -> Session | None:
-        """The session without the suites and methods that are impossible for one checkpoint; None: nothing is left."""
-        possible = subject.methods
-        suites = self.suites and {k: v for k, v in self.suites.items() if k != "beta" or "beta" in possible}
-        methods = self.methods and tuple(method for method in self.methods if method in possible)
-        if suites == {} or (methods == () and not self.arguments.positional):
+    def suitable(self, subject: Subject) -> EvaluationSession | None:
+        """The session without the suites and variants that are impossible for one checkpoint; None: nothing is left."""
+        possible = subject.variants
+
+        def fits(name: str) -> bool:
+            variant = getattr(SUITES[name], "fits", None)
+            return variant is None or variant in possible
+
+        suites = self.suites and {name: tasks for name, tasks in self.suites.items() if fits(name)}
+        names = self.names and tuple(name for name in self.names if name in possible)
+        if suites == {} or (names == () and not self.arguments.positional):
             return None
-        return dataclasses.replace(self, suites=suites, methods=methods)
+        return dataclasses.replace(self, suites=suites, names=names)
 
-    def measure(self, subjects: Sequence[Subject]) -> list[Record]:
-        """The records of loaded checkpoints."""
-        arguments = self.arguments
-        data, settings = self.data_and_settings(subjects[-1])
-        text = arguments.lengths
-        if text is None:
-            text = ",".join(f"{factor}x" for factor in settings.factors)
-        lengths = parse_lengths(text, subjects[0].training_length)
-        for subject in subjects:
-            check_length(subject.checkpoint.model, subject.checkpoint.layers, max(lengths))
-        measured = None if self.suites is None else tuple(suite for suite in self.suites if suite in MEASURED)
-        if data is None and measured != ():
-            raise ConfigError(
-                f"{self.target.paths[-1]} does not tell its training data (it is external). Measure it on a text: "
-                "--text=GLOB."
-            )
-        if arguments.positional and measured and "beta" in measured:
-            raise ConfigError(
-                "--suite=beta fits the scale of a checkpoint's own encoding, and --positional gives another. Make that "
-                "a child first (python -m pe_lab.surgery), or leave --positional out."
-            )
-        # Errors of prompted suites come before anything is measured; but a scale may have to be fitted first.
-        late = bool(measured) and (arguments.methods == ALL or "beta" in (*measured, *(self.methods or ())))
-        prompted = [] if late else self.open_prompted(subjects, lengths)
-        if not arguments.out:
+    def measure(self) -> list[Record]:
+        """The records of the loaded checkpoints."""
+        for subject in self.subjects:
+            check_length(subject.checkpoint.model, subject.checkpoint.layers, max(self.plan.lengths))
+        runners: dict[Runner, dict[Suite, tuple[str, ...]]] = {}
+        for name, tasks in self.chosen.items():
+            runners.setdefault(SUITES[name].runner(), {})[SUITES[name]] = tasks
+        # Suites that score tokens come first: they may fit what variants of the others need. Otherwise the errors of
+        # all suites come before anything is measured.
+        scored = [suite for suite in map(SUITES.get, self.chosen) if isinstance(suite, TokenSuite)]
+        fitted = {suite.fits for suite in SUITES.values() if isinstance(suite, TokenSuite) and suite.fits}
+        late = scored and (
+            self.arguments.variants == ALL
+            or any(suite.fits for suite in scored)
+            or bool(fitted & {*(self.plan.variants or ())})
+        )
+        ordered = sorted(runners.items(), key=lambda item: not any(isinstance(s, TokenSuite) for s in item[1]))
+        opened = [] if late else [runner(suites, self) for runner, suites in ordered]
+        if not self.arguments.out:
             self.target.write_marker()
-        records: list[Record] = []
-        if data is not None and measured != ():
-            if arguments.per_document:
-                source, count = open_source(data.sources[0]), arguments.samples
-                variants = self.variants(subjects)
-                records += Documents(variants, source, lengths, self.out, count, arguments.again).run()
-            else:
-                described = tuple(arguments.positional)
-                plan = Plan(lengths, measured, self.methods, described, settings, arguments.again, arguments.stride)
-                records += Evaluation(
-                    subjects, data, plan, self.out, attention=arguments.attention, forwards=self.forwards
-                ).run()
-        if late:
-            prompted = self.open_prompted(subjects, lengths)
-        for suite in prompted:
-            records += suite.run()
-            if arguments.ruler_files and isinstance(suite, Prompted):
-                directory, run = Path(arguments.ruler_files), self.target.display_name
-                on_first(functools.partial(write_answers, directory, run, suite.answered()))
-        return records
+        opened = opened or (runner(suites, self) for runner, suites in ordered)
+        return [record for one in opened for record in one.run()]
 
-    def data_and_settings(self, subject: Subject) -> tuple[DataConfig | None, EvaluationConfig]:
-        """The data and the evaluation of a checkpoint's config, with those of the command line instead.
+    # ----------------------------------------------------------------------------------------------------------------
+    # What runners read
 
-        The data is None where an external checkpoint does not tell it.
-        """
-        config = subject.checkpoint.metadata.get("config")
-        data, settings = None, EvaluationConfig()
+    @functools.cached_property
+    def chosen(self) -> dict[str, tuple[str, ...]]:
+        """The suites, with the names of their tasks."""
+        # A config's suites are loaded in any case: its options may be theirs.
+        configured = parse_suites(",".join(self._config.suites)) if self._config.suites else {}
+        default = {suite.name: () for suite in SUITES.values() if suite.by_default}
+        return configured or default if self.suites is None else self.suites
+
+    @functools.cached_property
+    def plan(self) -> EvaluationPlan:
+        """What to measure, of the command line, and where it says nothing of the checkpoint's config."""
+        arguments, config = self.arguments, self._config
+        text = arguments.lengths or ",".join(f"{factor}x" for factor in config.factors)
+        lengths = parse_lengths(text, self.subjects[0].training_length)
+        default = self.suites is None and not config.suites
+        suites = tuple(self.chosen)
+        check_options(config.options)
+        names = self.names
+        if names is None and arguments.variants is None and config.variants and not arguments.positional:
+            names = parse_variants(",".join(config.variants))
+        return EvaluationPlan(
+            lengths,
+            suites=None if default else suites,
+            variants=names,
+            descriptions=tuple(arguments.positional),
+            options={**config.options, **given_options(arguments, SUITES.values())},
+            seed=config.seed if arguments.seed is None else arguments.seed,
+            again=arguments.again,
+        )
+
+    @property
+    def limits(self) -> tuple[int | None, ...]:
+        """The tokens that prompts of files may take: those of `--lengths`; (None,): any number."""
+        return self.plan.lengths if self.arguments.lengths else (None,)
+
+    @functools.cached_property
+    def data(self) -> DataConfig | None:
+        """The data of the last checkpoint's config, or of `--text`; None where an external one does not tell it."""
+        subject = self.subjects[-1]
         if self.arguments.text is not None:
-            data = text_source(self.arguments.text, subject)
-        elif config:
-            whole = {name: config[name] for name in ("data", "evaluation") if name in config}
-            read = from_dict(Config, whole, f"config of {subject.path}")
-            data, settings = read.data, read.evaluation
-        flags = {"tokens": "tokens", "fit_tokens": "fit_tokens", "needle_windows": "windows", "seed": "seed"}
-        given = {name: getattr(self.arguments, flag) for name, flag in flags.items()}
-        return data, dataclasses.replace(settings, **{k: v for k, v in given.items() if v is not None})
+            return text_source(self.arguments.text, subject)
+        config = subject.checkpoint.metadata.get("config")
+        return _read(config, subject).data if config else None
 
-    def variants(self, subjects: Sequence[Subject]) -> list[Variant]:
-        methods = self.methods
-        if self.arguments.methods == ALL:
-            fitted = any(read_logit_scale(subject.checkpoint) for subject in subjects)
-            meant = {method for subject in subjects for method in subject.default_methods}
-            methods = tuple(method for method in VARIANTS if method in meant and (fitted or method != "beta"))
-        return all_variants(subjects, methods, self.arguments.positional, self.arguments.attention)
+    @property
+    def _config(self) -> EvaluationConfig:
+        subject = self.subjects[-1]
+        config = subject.checkpoint.metadata.get("config")
+        return _read(config, subject).evaluation if config and self.arguments.text is None else EvaluationConfig()
 
-    def open_prompted(self, subjects: Sequence[Subject], lengths: tuple[int, ...]) -> list[Prompted | Harness]:
-        """The prompted suites and the harness's tasks, as far as they are asked for."""
-        arguments, suites = self.arguments, self.suites or {}
-        if not set(suites) - set(MEASURED):
-            return []
-        variants = self.variants(subjects)
-        found: list[Prompted | Harness] = []
-        limits = lengths if arguments.lengths else (None,)
-        if tasks := open_tasks(suites, arguments, limits):
-            seed = SEED if arguments.seed is None else arguments.seed
-            found.append(Prompted(variants, tasks, lengths, arguments.samples, seed, self.out, arguments.again))
-        if HARNESS in suites:
-            found.append(
-                Harness(
-                    variants,
-                    suites[HARNESS],
-                    self.out,
-                    max_length=max(lengths) if arguments.lengths else None,
-                    include=arguments.lm_eval_tasks,
-                    limit=arguments.samples,
-                    num_fewshot=arguments.num_fewshot,
-                    chat=arguments.chat,
-                    again=arguments.again,
-                )
-            )
-        return found
+    @property
+    def variants(self) -> list[Variant]:
+        """The variants for suites that fit nothing: a fitted scale is read from the checkpoints."""
+        names = self.plan.variants
+        if self.arguments.variants == ALL:
+            fitted = any(read_logit_scale(subject.checkpoint) for subject in self.subjects)
+            meant = {name for subject in self.subjects for name in subject.default_variants}
+            names = tuple(name for name in VARIANTS if name in meant and (fitted or name != "beta"))
+        return all_variants(self.subjects, names, self.arguments.positional, self.arguments.attention)
+
+
+def _read(config: dict[str, object], subject: Subject) -> Config:
+    """The parts of a checkpoint's config that evaluation reads."""
+    whole = {name: config[name] for name in ("data", "evaluation") if name in config}
+    return from_dict(Config, whole, f"config of {subject.path}")
 
 
 def text_source(given: str, subject: Subject) -> DataConfig:

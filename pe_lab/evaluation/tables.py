@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from rich.console import Console, Group
 from rich.table import Table as Grid
 from rich.text import Text
 
-from pe_lab.evaluation.tasks import suites
+from pe_lab.evaluation.suites import SUITES, suite_of
 from pe_lab.results.formatting import shortened
 from pe_lab.results.intervals import wilson
 from pe_lab.results.records import Record, as_dict, bins, number
@@ -21,7 +22,6 @@ from pe_lab.results.scores import Cell, Column, Table, arrange, mean_cell, share
 # From 0% to 100%, light to dark as in the report; a terminal without colours shows the numbers.
 COLOURS = ("#eef2ef", "#c3e5d6", "#96d3bb", "#55b594", "#1f8f6c", "#0f6f53", "#004f39")
 ALL_FOUND = ", all found"
-FIT = {"beta": 3, "c": 3, "nll_before": 4, "nll_after": 4}  # keys of a fitted scale, and their decimals
 LOG_WIDTH = 120  # of grids side by side where there is no terminal
 LABEL_WIDTH = 80  # of a label; older records have labels of thousands of characters
 
@@ -38,7 +38,7 @@ def print_line(text: str, console: Console, style: str = "") -> None:
 
 
 @dataclass(frozen=True)
-class Length(Column):
+class TokenLength(Column):
     """A length in tokens, `4,096 (2x)`; "" for samples of their own lengths."""
 
     @property
@@ -58,51 +58,56 @@ def print_records(records: Sequence[Record], console: Console | None = None) -> 
     tables = tables_of(records)
     for table in tables:  # first, so that the tables of scores are at the end of the output
         print_heat_maps(table, console)
-    prompted: dict[str, list[Table]] = {}
+    arranged: dict[str, dict[str, list[Table]]] = {}
     for table in tables:
-        if table.suite not in suites.MEASURED:
-            prompted.setdefault(table.suite, []).append(table)
-        elif table.suite != "beta":
-            on = f" on {table.source}" if table.source else ""
-            print_by_length(f"{suites.title(table.suite)}{on}", table, console)
-    for tasks in prompted.values():
+        arranged.setdefault(arrangement(table), {}).setdefault(table.suite, []).append(table)
+    for table in itertools.chain(*arranged.get("lengths", {}).values()):
+        on = f" on {table.source}" if table.source else ""
+        print_by_length(f"{suite_of(table.suite).title}{on}", table, console)
+    for tasks in arranged.get("tasks", {}).values():
         print_tasks(tasks, console)
-    for table in tables:
-        if table.suite == "beta":
-            print_fits(table, console)
+    for table in itertools.chain(*arranged.get("lines", {}).values()):
+        print_lines(table, console)
+
+
+def arrangement(table: Table) -> str:
+    """How the suite of a table is arranged; one that is not known here by whether its records are of prompts."""
+    if table.suite in SUITES:
+        return SUITES[table.suite].arrangement
+    return "tasks" if table.prompted else "lengths"
 
 
 def tables_of(records: Sequence[Record]) -> list[Table]:
     """A table for each suite and source.
 
-    Its labels are a variant's name, and what makes it a variant: run, checkpoint, label and method. The name is the
+    Its labels are a variant's name, and what makes it a variant: run, checkpoint, label and variant. The name is the
     label, shortened, with the run or the checkpoint where labels are the same.
     """
-    identities = [tuple(map(record.get, ("run", "checkpoint", "label", "method"))) for record in records]
+    identities = [tuple(map(record.get, ("run", "checkpoint", "label", "variant"))) for record in records]
     runs: dict[Any, set[Any]] = {}
     checkpoints: dict[Any, set[Any]] = {}
     for run, checkpoint, label, _ in identities:
         runs.setdefault(label, set()).add(run)
         checkpoints.setdefault((run, label), set()).add(checkpoint)
     named = []
-    for record, (run, checkpoint, label, method) in zip(records, identities, strict=True):
+    for record, (run, checkpoint, label, variant) in zip(records, identities, strict=True):
         before = f"{run}: " if len(runs[label]) > 1 else ""
         after = f" ({checkpoint})" if len(checkpoints[run, label]) > 1 else ""
         name = before + shortened(str(label or ""), LABEL_WIDTH) + after
-        column = Length(record.get("factor"), record.get("length"))
-        named.append((record["suite"], (name, run, checkpoint, label, method), column, record))
+        column = TokenLength(record.get("factor"), record.get("length"))
+        named.append((record["suite"], (name, run, checkpoint, label, variant), column, record))
     return arrange(named)
 
 
-def print_fits(table: Table, console: Console) -> None:
-    """Prints the fitted logit scales."""
+def print_lines(table: Table, console: Console) -> None:
+    """Prints the metrics of each record in a line."""
     for ((name, *_), _), cell in table.cells.items():
-        values = [(cell.record.get(key), digits) for key, digits in FIT.items()]
-        beta, c, before, after = (
-            f"{value:.{digits}f}" if isinstance(value, int | float) else "not a number" for value, digits in values
+        values = [(metric, number(cell.record, metric.key)) for metric in suite_of(table.suite).metrics]
+        shown = ", ".join(
+            f"{metric.title} = {'not a number' if value is None else f'{value:.{metric.decimals}f}'}"
+            for metric, value in values
         )
-        at = f"{cell.record['length']:,}"
-        print_line(f"{name} at {at}: β = {beta}, c = {c}, held-out loss {before} -> {after}", console)
+        print_line(f"{name} at {cell.record['length']:,}: {shown}", console)
 
 
 def print_table(
@@ -142,7 +147,7 @@ def print_by_length(title: str, table: Table, console: Console) -> None:
 
 def print_tasks(tasks: Sequence[Table], console: Console) -> None:
     """A prompted suite: tasks and variants at each length, or variants by length where it is one task."""
-    title, metrics = suites.title(tasks[0].suite), list(dict.fromkeys(task.metric for task in tasks))
+    title, metrics = suite_of(tasks[0].suite).title, list(dict.fromkeys(task.metric for task in tasks))
     metric = metrics[0].replace("_", " ")
     tables = []
     for task in tasks:
@@ -182,7 +187,7 @@ def print_task_table(title: str, tables: Sequence[Table], column: Column, consol
     columns = [(table.source, cell_texts(table, column, variants)) for table in tables]
     # "All found" is another number of a task that is already in the mean.
     averaged = with_shares(table for table in tables if ALL_FOUND not in table.source)
-    if tables[0].suite in suites.AVERAGED and len(averaged) > 1:
+    if suite_of(tables[0].suite).average_of is not None and len(averaged) > 1:
         means = [mean_cell(averaged, variant, column) for variant in variants]
         texts = [Text(f"{100 * mean.value:.1f}%" if mean else "–") for mean in means]
         columns.append((f"mean of {len(averaged)}", texts))
@@ -229,7 +234,7 @@ def print_heat_maps(table: Table, console: Console) -> None:
     if not grids:
         return
     console.print()
-    title = f"{suites.title(table.suite)}: {table.source}"
+    title = f"{suite_of(table.suite).title}: {table.source}"
     print_line(f"{title}, per cent found by depth of the needle (0 is the text's beginning) and length", console)
     console.print(Columns(grids, padding=(0, 3, 1, 0)), width=min(console.width, LOG_WIDTH))
 
@@ -260,11 +265,13 @@ def heat_cell(score: float | None) -> Text:
 def print_by_position(records: Sequence[Record], console: Console | None = None) -> None:
     """Perplexity by the position of the token, in octaves: where in a long sequence a variant fails."""
     console = console or open_console()
-    measured = [record for record in records if record["suite"] == "perplexity" and record.get("position_edges")]
+    measured = [record for record in records if record.get("position_edges")]
     for table in tables_of([record | {"factor": None} for record in measured]):  # equal lengths in tokens are together
         for column in table.columns:
             edges = [0, *(2**n for n in range(9, 40) if 2**n < column.length), column.length]
-            title = f"Perplexity by position in sequences of {column.length:,} tokens of {table.source}"
+            title = (
+                f"{suite_of(table.suite).title} by position in sequences of {column.length:,} tokens of {table.source}"
+            )
             heads = [f"{first:,} .. {last:,}" for first, last in zip(edges, edges[1:], strict=False)]
             found = table.column(column)
             rows = [octave_perplexities(cell.record, edges) for cell in found.values()]

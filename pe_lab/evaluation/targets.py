@@ -29,7 +29,7 @@ MARKER = "source.json"  # in the results' directory of an external checkpoint: i
 
 
 @dataclass(frozen=True)
-class Target:
+class EvaluationTarget:
     """One path of `--from`.
 
     Attributes:
@@ -62,7 +62,7 @@ def parse_steps(text: str) -> tuple[int, ...]:
     return tuple(sorted({int(item) for item in items}))
 
 
-def locate(given: str | AnyPath, steps: tuple[int, ...] | None = None) -> Target:
+def locate(given: str | AnyPath, steps: tuple[int, ...] | None = None) -> EvaluationTarget:
     """The checkpoints that a path means.
 
     A run directory means the last checkpoint of each phase; a phase, a directory that surgery wrote, or a checkpoint
@@ -102,10 +102,10 @@ def locate(given: str | AnyPath, steps: tuple[int, ...] | None = None) -> Target
             raise CheckpointError(f"--steps: '{given}' keeps no checkpoint of step {missing[0]}. It keeps {listed}.")
         found = [path / str(step) for path, of in kept.items() for step in of if not steps or step in steps]
     name = _read_key(root / "run.json", "name") or root.name
-    return Target(root, tuple(map(str, found)), name, name)
+    return EvaluationTarget(root, tuple(map(str, found)), name, name)
 
 
-def locate_all(given: str, steps: tuple[int, ...] | None = None) -> list[Target]:
+def locate_all(given: str, steps: tuple[int, ...] | None = None) -> list[EvaluationTarget]:
     """The targets of a comma-separated `--from`; see `locate`. Display names of different roots differ.
 
     A path of this machine that exists is one source, also with a comma in its name.
@@ -133,7 +133,7 @@ def _path_of(given: str) -> str:
     return given.partition(":")[2] if given.startswith(("hf:", "gguf:")) else given
 
 
-def _external(given: str) -> Target:
+def _external(given: str) -> EvaluationTarget:
     """The target `runs/NAME`, with more parts of the path in NAME where another checkpoint has that directory."""
     text = _path_of(given)
     here = storage.path("--from", text)
@@ -143,7 +143,7 @@ def _external(given: str) -> Target:
         name = "-".join(parts[-count:])
         root = Path("runs") / name
         if _read_key(root / MARKER, "source") in (None, source) and not (root / "run.json").exists():
-            return Target(root, (given,), name, name, source)
+            return EvaluationTarget(root, (given,), name, name, source)
     raise ConfigError(f"--from '{given}': every directory of its name in runs is another model's. Give --out=DIR.")
 
 
@@ -153,7 +153,7 @@ def _read_key(path: AnyPath, name: str) -> str | None:
     return None if value is None else str(value)
 
 
-def load_subjects(target: Target, paths: Sequence[str]) -> list[Subject]:
+def load_subjects(target: EvaluationTarget, paths: Sequence[str]) -> list[Subject]:
     """The checkpoints of a target with their weights, on the local devices.
 
     Every device has all weights, and the sequences of a batch are sharded over the devices. Weights that take more

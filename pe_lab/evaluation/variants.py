@@ -1,4 +1,4 @@
-"""Variants of a model: its layers under a method (PI, YaRN, a logit scale ...) or under another encoding."""
+"""Variants of a model: its layers rescaled (PI, YaRN, a logit scale ...), or under another encoding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pe_lab.checkpoints.checkpoint import Checkpoint, how_to_fit, read_logit_scale
-from pe_lab.errors import ConfigError, did_you_mean
+from pe_lab.errors import ConfigError
+from pe_lab.evaluation.command_line import as_flag
 from pe_lab.language_model import LanguageModel
 from pe_lab.positional import NTK, PI, DynamicYarn, Layer, NoPE, PartialRope, Rope, Yarn, drop, family, to_json
 from pe_lab.positional import label as layer_label
@@ -21,9 +22,9 @@ from pe_lab.positional.encodings import ENCODINGS
 from pe_lab.positional.scalings import SCALINGS
 from pe_lab.results.records import digest
 from pe_lab.results.variants import EXTERNAL, PAPER_COEFFICIENT, PAPER_COEFFICIENT_EXTERNAL, VARIANTS, label, paper_beta
-from pe_lab.results.variants import SCALINGS as SCALING_METHODS
+from pe_lab.results.variants import SCALINGS as SCALED_VARIANTS
 
-ALL = "all"  # as --methods: all that make sense
+ALL = "all"  # as --variants: all that make sense
 LABEL_WIDTH = 60  # characters of a description in a label, at most
 
 
@@ -68,35 +69,36 @@ class Subject:
         return model_name(self.checkpoint.layers, self.lineage)
 
     @property
-    def methods(self) -> tuple[str, ...]:
-        return methods_of(self.checkpoint.layers, self.training_length)
+    def variants(self) -> tuple[str, ...]:
+        """The names of the variants that are possible for it."""
+        return possible_variants(self.checkpoint.layers, self.training_length)
 
     @property
-    def default_methods(self) -> tuple[str, ...]:
-        """The methods that are measured where none are named: a model that rotates gets no fitted scale, no drop."""
+    def default_variants(self) -> tuple[str, ...]:
+        """The variants that are measured where none are named: a model that rotates gets no fitted scale, no drop."""
         named = ("beta", "dropped") if any(_rotates(layer) for layer in self.checkpoint.layers) else ()
-        return tuple(method for method in self.methods if method not in named)
+        return tuple(name for name in self.variants if name not in named)
 
 
 def unscaled(length: int) -> float:
-    """The logit scale of methods without one."""
+    """The logit scale of variants without one."""
     return 1.0
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A checkpoint under a method, or under a described encoding.
+    """A checkpoint under a rescaled or a described encoding.
 
     Attributes:
       subject: the checkpoint.
-      method: of `VARIANTS`, or the description; records hold it under the key `method`.
+      name: of `VARIANTS`, or the description; records hold it under the key `variant`.
       label: its name in tables.
-      described: the layers of a description, the same at every length; None under a method.
-      beta_at: length in tokens -> the logit scale of the methods `beta` and `paper beta`.
+      described: the layers of a description, the same at every length; None of a variant of `VARIANTS`.
+      beta_at: length in tokens -> the logit scale of the variants `beta` and `paper beta`.
     """
 
     subject: Subject
-    method: str
+    name: str
     label: str
     described: tuple[Layer, ...] | None = None
     beta_at: Callable[[int], float] = unscaled
@@ -111,19 +113,23 @@ class Variant:
 
     @property
     def layers(self) -> tuple[Layer, ...]:
-        """The layers of the description, or those that the method changes."""
+        """The layers of the description, or those that the variant changes."""
         return self.subject.checkpoint.layers if self.described is None else self.described
 
     @property
     def crop(self) -> int | None:
-        """Tokens at the end of a sequence that the method `cropped` reads (DroPE, Fig. 5); None: all."""
-        return self.training_length if self.method == "cropped" else None
+        """Tokens at the end of a sequence that the variant `cropped` reads (DroPE, Fig. 5); None: all."""
+        return self.training_length if self.name == "cropped" else None
 
     def layers_at(self, length: int) -> tuple[Layer, ...]:
         """The layers for sequences of `length` tokens."""
         if self.described is not None:
             return self.described
-        return layers_under(self.method, self.layers, length, self.training_length, self.beta_at(length))
+        return layers_under(self.name, self.layers, length, self.training_length, self.beta_at(length))
+
+    def layers_with_beta(self, length: int, beta: float) -> tuple[Layer, ...]:
+        """The checkpoint's layers at `length` tokens with a logit scale."""
+        return layers_under("beta", self.subject.checkpoint.layers, length, self.training_length, beta)
 
     def at(self, length: int) -> LanguageModel:
         """The model for sequences of `length` tokens."""
@@ -131,7 +137,7 @@ class Variant:
         return dataclasses.replace(self.lm, layers=layers).at_length(length)
 
     def fingerprint(self, length: int) -> str:
-        """A digest of the layers for sequences of `length` tokens; sample records hold it under the key `reading`."""
+        """A digest of the layers for sequences of `length` tokens; sample records hold it as `fingerprint`."""
         layers = self.layers_at(length)
         follows = length if any(layer.follows_length for layer in layers) else None
         return digest([[to_json(layer) for layer in layers], follows, self.crop])
@@ -147,7 +153,7 @@ class Variant:
             "step": self.subject.checkpoint.step,
             "tokens_trained": self.subject.tokens_trained,
             "model": self.subject.model,
-            "method": self.method,
+            "variant": self.name,
             "label": self.label,
             "length": length,
             "factor": int(factor) if factor is not None and factor.is_integer() else factor,
@@ -160,38 +166,19 @@ class Variant:
             "checkpoint": self.subject.path,
             "label": self.label,
             "positional": label_layers(self.layers_at(length)),
-            "read_as": length,
+            "schedule_length": length,
             "lineage": self.subject.lineage,
         }
 
 
-def parse_methods(text: str) -> tuple[str, ...]:
-    """Method names from a comma-separated list, in any capitals; `as-trained` for `as trained`."""
-    known = {option(method).lower(): method for method in VARIANTS}
-    chosen = []
-    for item in filter(None, (part.strip() for part in text.split(","))):
-        name = item.lower().replace(" ", "-").replace("_", "-")
-        if name not in known:
-            raise ConfigError(f"--methods: no method is called '{item}'. {did_you_mean(name, list(known))}")
-        chosen.append(known[name])
-    if not chosen:
-        raise ConfigError(f"--methods is empty. Allowed: {', '.join(known)}.")
-    return tuple(dict.fromkeys(chosen))
-
-
-def option(method: str) -> str:
-    """A method as `--methods` takes it."""
-    return method.replace(" ", "-")
-
-
 def variants_of(
-    subject: Subject, methods: Sequence[str], descriptions: Sequence[str], beta_at: Callable[[int], float] | None
+    subject: Subject, names: Sequence[str], descriptions: Sequence[str], beta_at: Callable[[int], float] | None
 ) -> list[Variant]:
-    """The variants of a checkpoint: the methods that are possible for it, then the descriptions.
+    """The variants of a checkpoint: those of the names that are possible for it, then the descriptions.
 
     Args:
       descriptions: encodings as `--positional` takes them: `[NAME:]ENCODING`.
-      beta_at: the fitted logit scale by length, for the method `beta`; None: none was fitted.
+      beta_at: the fitted logit scale by length, for the variant `beta`; None: none was fitted.
 
     Raises:
       ConfigError: no scale was fitted for `beta`, or a description that is impossible for the model.
@@ -202,53 +189,53 @@ def variants_of(
         return paper_beta(coefficient, length / subject.training_length)
 
     found = []
-    for method in (method for method in methods if method in subject.methods):
-        if method == "beta" and beta_at is None:
-            raise ConfigError(f"--methods=beta: {how_to_fit(subject.checkpoint)} Or name paper-beta.")
-        scale = {"beta": beta_at, "paper beta": paper_beta_at}.get(method) or unscaled
-        found.append(Variant(subject, method, label(subject.model, method, coefficient), beta_at=scale))
+    for name in (name for name in names if name in subject.variants):
+        if name == "beta" and beta_at is None:
+            raise ConfigError(f"--variants=beta: {how_to_fit(subject.checkpoint)} Or name paper-beta.")
+        scale = {"beta": beta_at, "paper beta": paper_beta_at}.get(name) or unscaled
+        found.append(Variant(subject, name, label(subject.model, name, coefficient), beta_at=scale))
     return found + [parse_description(subject, text) for text in descriptions]
 
 
 def all_variants(
     subjects: Sequence[Subject],
-    methods: Sequence[str] | None,
+    names: Sequence[str] | None,
     descriptions: Sequence[str],
     attention: str | None = None,
 ) -> list[Variant]:
     """The variants of several checkpoints, for suites that generate; see `variants_of`.
 
     Args:
-      methods: None: as trained; none where there are descriptions.
+      names: None: as trained; none where there are descriptions.
       attention: the implementation of attention, instead of the checkpoints' own.
 
     Raises:
-      ConfigError: a method is possible for none of the checkpoints.
+      ConfigError: a variant is possible for none of the checkpoints.
       UnsupportedError: `attention` does not run here, or cannot read a KV cache.
     """
-    check_methods(methods or (), subjects)
-    chosen = methods if methods is not None else () if descriptions else VARIANTS[:1]
+    check_variants(names or (), subjects)
+    chosen = names if names is not None else () if descriptions else VARIANTS[:1]
     found = []
     scales = [read_logit_scale(subject.checkpoint) for subject in subjects]
     for subject, scale in zip(subjects, scales, strict=True):
         if attention is not None:
             subject = dataclasses.replace(subject, lm=subject.lm.with_attention(attention))
         # An evaluation of a whole run fits the scale of the dropped model only, and that is then the one meant.
-        unfitted = scale is None and any(scales) and "beta" not in subject.default_methods
-        named = [method for method in chosen if not (method == "beta" and unfitted)]
+        unfitted = scale is None and any(scales) and "beta" not in subject.default_variants
+        named = [name for name in chosen if not (name == "beta" and unfitted)]
         found += variants_of(subject, named, descriptions, None if scale is None else scale.at)
     return found
 
 
-def check_methods(methods: Sequence[str], subjects: Sequence[Subject]) -> None:
-    """Raises `ConfigError` for a method that is possible for none of the checkpoints."""
-    possible = [method for method in VARIANTS if any(method in subject.methods for subject in subjects)]
-    for method in methods:
-        if method not in possible:
+def check_variants(names: Sequence[str], subjects: Sequence[Subject]) -> None:
+    """Raises `ConfigError` for a variant that is possible for none of the checkpoints."""
+    possible = [name for name in VARIANTS if any(name in subject.variants for subject in subjects)]
+    for name in names:
+        if name not in possible:
             models = ", ".join(dict.fromkeys(subject.model for subject in subjects))
             raise ConfigError(
-                f"--methods={option(method)} makes no sense for what is here ({models}). "
-                f"Possible: {', '.join(map(option, possible))}."
+                f"--variants={as_flag(name)} makes no sense for what is here ({models}). "
+                f"Possible: {', '.join(map(as_flag, possible))}."
             )
 
 
@@ -304,8 +291,8 @@ def paper_coefficient(lineage: Sequence[str]) -> float:
     return PAPER_COEFFICIENT_EXTERNAL if any(what.startswith(EXTERNAL) for what in lineage) else PAPER_COEFFICIENT
 
 
-def methods_of(layers: Sequence[Layer], training_length: int) -> tuple[str, ...]:
-    """The methods that are possible for a model.
+def possible_variants(layers: Sequence[Layer], training_length: int) -> tuple[str, ...]:
+    """The names of the variants that are possible for a model.
 
     Cropping, scaling and dropping need layers that rotate. A layer that is scaled already is not scaled again, nor is
     one whose window is within the training length. A logit scale is fitted for models whose layers rotate or have no
@@ -317,7 +304,7 @@ def methods_of(layers: Sequence[Layer], training_length: int) -> tuple[str, ...]
     if rotates:
         chosen.append("cropped")
         if any(_can_scale(layer, training_length) for layer in layers):
-            chosen += SCALING_METHODS
+            chosen += SCALED_VARIANTS
     bare = [isinstance(layer.encoding, NoPE) for layer in layers]
     fits = [none or (_rotates(layer) and _scaling(layer) is None) for none, layer in zip(bare, layers, strict=True)]
     if all(fits) and all(layer.logit_scale == 1 for layer in layers):
@@ -328,20 +315,20 @@ def methods_of(layers: Sequence[Layer], training_length: int) -> tuple[str, ...]
 
 
 def layers_under(
-    method: str, layers: Sequence[Layer], length: int, training_length: int, beta: float = 1.0
+    variant: str, layers: Sequence[Layer], length: int, training_length: int, beta: float = 1.0
 ) -> tuple[Layer, ...]:
-    """The layers under a method, for sequences of `length` tokens.
+    """The layers of the variant of this name, for sequences of `length` tokens.
 
-    Up to the training length every method but `dropped` leaves the layers unchanged. `cropped` never changes them.
+    Up to the training length every variant but `dropped` leaves the layers unchanged. `cropped` never changes them.
     """
-    if method == "dropped":
+    if variant == "dropped":
         return drop().apply(layers)
     factor = length / training_length
-    if factor <= 1 or method in ("as trained", "cropped"):
+    if factor <= 1 or variant in ("as trained", "cropped"):
         return tuple(layers)
-    if method in ("beta", "paper beta"):
+    if variant in ("beta", "paper beta"):
         return tuple(dataclasses.replace(layer, logit_scale=layer.scale_at(length) * beta) for layer in layers)
-    scaling = {"PI": PI(factor), "NTK": NTK(factor), "YaRN": Yarn(factor, training_length)}[method]
+    scaling = {"PI": PI(factor), "NTK": NTK(factor), "YaRN": Yarn(factor, training_length)}[variant]
     return tuple(
         dataclasses.replace(layer, encoding=dataclasses.replace(layer.encoding, scaling=scaling))
         if _can_scale(layer, training_length)

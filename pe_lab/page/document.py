@@ -202,7 +202,7 @@ def _how_to_read(worked: Sequence[Results]) -> Markup:
         for name in STYLES
         if name in present or not present - {""}
     ]
-    others = {(str(r.get("model")), str(r.get("method"))): (str(label), r) for label, r in records if not kind(r)}
+    others = {(str(r.get("model")), str(r.get("variant"))): (str(label), r) for label, r in records if not kind(r)}
     variants += [(label_markup(label), definition(record)) for label, record in others.values()]
     depths = any(heat_maps(one) for results in worked for one in results.all_tables)
     terms = GLOSSARY | task_terms({suite for results in worked for suite in results.task_tables}, depths)

@@ -252,7 +252,7 @@ def caveats(run: Run) -> list[str]:
             f"The dropped model has read {percent(more / less - 1)} more training tokens than the RoPE model it is "
             "compared with: its recalibration."
         )
-    if any(record.get("method") == "beta" for record in records):
+    if any(record.get("variant") == "beta" for record in records):
         result.append(
             "β was fitted on held-out text at each length; PI, NTK and YaRN use their formulas and fit nothing."
         )

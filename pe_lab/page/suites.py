@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from pe_lab.evaluation.tasks.suites import SUITES, terms
-from pe_lab.evaluation.tasks.suites import title as suite_title
+from pe_lab.evaluation.suites import SUITES, terms
+from pe_lab.evaluation.suites import title as suite_title
 from pe_lab.results.scores import Table
 
 SCORED = ("needles", "perplexity")  # the suites that a verdict is made of, the first one first
 ORDER = ("needles", *(name for name in SUITES if name != "needles"))
 ABOUT = {name: suite.about for name, suite in SUITES.items() if suite.about}
+
+
 DEPTH = "Where in the sequence a needle stands: 0% is its beginning, 100% its end, next to the question."
 
 

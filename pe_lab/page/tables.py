@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from pe_lab.evaluation.tasks.suites import AVERAGED
+from pe_lab.evaluation.suites import AVERAGED
 from pe_lab.page.markup import Markup, element, text
 from pe_lab.page.suites import metric_name, suite_title, table_title, task_name
 from pe_lab.page.variants import Style
@@ -331,7 +331,7 @@ def weights_table(tables: Sequence[Table]) -> Markup:
 
 def records_table(suite: str, records: Sequence[Record]) -> Markup:
     """The records of a suite without a known score, as they are: every key that holds a short value."""
-    skip = {"suite", "run", "versions", "model", "method"}
+    skip = {"suite", "run", "versions", "model", "variant"}
     short = (key for record in records for key, value in record.items() if not isinstance(value, list | dict))
     keys = [key for key in dict.fromkeys(short) if key not in skip]
     rows = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from pe_lab.evaluation.tasks.suites import AVERAGED
+from pe_lab.evaluation.suites import AVERAGED
 from pe_lab.page.charts import Axis
 from pe_lab.page.markup import Markup, element, folded
 from pe_lab.page.score_charts import score_chart

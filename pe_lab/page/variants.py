@@ -128,7 +128,7 @@ def definition(record: Record) -> str:
         parts.insert(0, "Its layers have different encodings.")
     if scaled:
         parts.append(f"It was trained with frequencies that are scaled already ({scaled}).")
-    method = str(record.get("method") or "")
+    method = str(record.get("variant") or "")
     if method in METHODS:
         parts.append(METHODS[method])
     elif method:

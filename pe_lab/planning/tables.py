@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from pe_lab.config import MeshConfig
-from pe_lab.evaluation.plan import parse_length
+from pe_lab.evaluation.command_line import parse_length
 from pe_lab.evaluation.targets import weight_shards
 from pe_lab.model import Model
 from pe_lab.model.cache import cache_bytes_per_token

@@ -139,7 +139,7 @@ def representative(run: Run, table: Table) -> str | None:
     for name in DROPPED:
         if name in kinds:
             return str(kinds[name])
-    trained = [label for label, record in table.variants.items() if record.get("method") == "as trained"]
+    trained = [label for label, record in table.variants.items() if record.get("variant") == "as trained"]
     order = {phase.name: n for n, phase in enumerate(run.phases)}
     phases = {str(label): order.get(str(table.variants[label].get("phase")), -1) for label in trained or table.variants}
     return max(phases, key=phases.__getitem__, default=None)

@@ -12,7 +12,7 @@ from pe_lab.storage import AnyPath, is_remote, read_records, write_records
 
 Record = dict[str, Any]
 LARGEST = 1e150  # of a number that is shown: squares and sums of such numbers are finite
-KEYS = ("run", "checkpoint", "method", "length", "seed", "source")  # what a record measured
+KEYS = ("run", "checkpoint", "variant", "length", "seed", "source")  # what a record measured
 
 
 def key(record: Mapping[str, Any]) -> tuple[Any, ...]:

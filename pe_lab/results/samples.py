@@ -13,8 +13,8 @@ from pe_lab.results.records import hashable
 from pe_lab.storage import AnyPath, AppendedLog, read_records
 
 SampleRecord = dict[str, Any]
-# "reading" names the variant of the model in the files that users have.
-KEY = ("checkpoint_id", "reading", "suite", "task", "length", "seed", "settings", "index")
+# `fingerprint` is that of the encoding.
+KEY = ("checkpoint_id", "fingerprint", "suite", "task", "length", "seed", "settings", "index")
 
 
 def key(record: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ from pe_lab.results.unfinished import is_measured
 
 SHOWN = 4  # names in a sentence; of the others the number
 # Settings of a record that belong to its variant. The others choose the samples, which a comparison has in common.
-OF_VARIANT = ("stride", "coefficient", "fit", "reading", "max_length")
+OF_VARIANT = ("stride", "coefficient", "fit", "fingerprint", "max_length")
 SETTINGS_OF = ("perplexity", "needles")  # whose records list their settings
 
 

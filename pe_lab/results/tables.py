@@ -24,7 +24,7 @@ from pe_lab.results.variants import in_order
 
 def label_of(record: Record) -> str:
     """The label of a record's variant."""
-    label = record.get("label") or " + ".join(str(record[key]) for key in ("model", "method") if record.get(key))
+    label = record.get("label") or " + ".join(str(record[key]) for key in ("model", "variant") if record.get(key))
     return str(label or "unnamed")
 
 

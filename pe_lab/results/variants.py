@@ -51,7 +51,7 @@ def kind(record: Record) -> str:
 
     A scaling with options, such as `yarn:factor=2`, is of that scaling's kind.
     """
-    model, method = str(record.get("model", "")), str(record.get("method", ""))
+    model, method = str(record.get("model", "")), str(record.get("variant", ""))
     method = next((name for name in SCALINGS if method.lower().startswith(f"{name.lower()}:")), method)
     if is_dropped(record) or model == "NoPE":
         name = "DroPE" if is_dropped(record) else "NoPE"
@@ -73,7 +73,7 @@ def is_rotary(record: Record) -> bool:
 
 def is_unchanged(record: Record, factor: float | None) -> bool:
     """Whether a variant leaves the model as it was trained at a length of `factor` training lengths."""
-    return factor is not None and factor <= 1 and record.get("method") in UNCHANGED_IN_TRAINING_LENGTH
+    return factor is not None and factor <= 1 and record.get("variant") in UNCHANGED_IN_TRAINING_LENGTH
 
 
 def in_order(variants: Mapping[str, Record]) -> dict[str, Record]:

@@ -320,7 +320,7 @@ def _rotary_by_length(table: Table) -> list[str]:
     found = []
     for label, record in table.variants.items():
         cells = [(column, cell) for column in table.columns if (cell := table.cell(label, column))]
-        if not is_rotary(record) or record.get("method") != "as trained" or len(cells) < 2:
+        if not is_rotary(record) or record.get("variant") != "as trained" or len(cells) < 2:
             continue
         (first, start), *rest = cells
         values = listing([f"{cell.shown} at {column.title}" for column, cell in rest])

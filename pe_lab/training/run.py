@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from pe_lab import storage
 from pe_lab.checkpoints.checkpoint import is_external, open_source
 from pe_lab.checkpoints.locating import DIRECTORY, steps_in, stored_metadata
+from pe_lab.checkpoints.source import CheckpointSource
 from pe_lab.checkpoints.surgery import check_same_shape
 from pe_lab.config import Config
 from pe_lab.data.held_out import validation_batches

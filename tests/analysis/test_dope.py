@@ -17,7 +17,7 @@ from pe_lab.data.tokenizers import ByteTokenizer, load_tokenizer, save_tokenizer
 from pe_lab.errors import UserError  # noqa: E402
 from pe_lab.evaluation import targets  # noqa: E402
 from pe_lab.evaluation.generation.backend import ModelBackend  # noqa: E402
-from pe_lab.evaluation.tasks.many_shot import STOP, many_shot_tasks  # noqa: E402
+from pe_lab.evaluation.suites.many_shot import STOP, many_shot_tasks  # noqa: E402
 from pe_lab.language_model import LanguageModel  # noqa: E402
 from pe_lab.page import figure_files  # noqa: E402
 from pe_lab.results.findings import read_findings  # noqa: E402

@@ -158,7 +158,7 @@ def test_two_pairs_complete_no_cycle_where_the_paper_states_five(tmp_path, capsy
 @pytest.mark.slow
 def test_a_recipe_is_as_the_analysis_of_schedules_reads_it(tmp_path):
     recipe = f"--config={ROOT}/configs/drope_laptop.py"
-    assert main(["phase", recipe, f"--out={tmp_path}", "--methods=pi", "--target=2x"]) == 0
+    assert main(["phase", recipe, f"--out={tmp_path}", "--variants=pi", "--target=2x"]) == 0
     analysis, numbers = written(tmp_path)
     assert [one["title"].split(",")[0] for one in analysis["metadata"]["rotations"]] == ["pretrain", "half"]
     length = analysis["metadata"]["rotations"][0]["length"]
@@ -175,7 +175,7 @@ def test_a_checkpoint_is_analyzed_beside_its_run(tmp_path, monkeypatch):
     store.wait()
     store.close()
     (run / "run.json").write_text('{"name": "toy"}')
-    assert main(["phase", "--from=run", "--methods=ntk"]) == 0
+    assert main(["phase", "--from=run", "--variants=ntk"]) == 0
     analysis, numbers = written(run / "analysis" / "phase")
     assert analysis["metadata"]["rotations"] == [{"title": "toy pretrain, layer 0 (rope(base=100))", "length": 64}]
     np.testing.assert_allclose(numbers["numbers/inv_freq"], frequencies(Rope(100.0), dense.K)[0], rtol=1e-12)
@@ -192,8 +192,8 @@ def test_a_checkpoint_is_analyzed_beside_its_run(tmp_path, monkeypatch):
         (["--positional=rope", "--length=1k", "--target=1x"], "give lengths above the training length of 1,024 tokens"),
         (["--positional=rope", "--length=1k", "--target=3m,1e10"], "from 2 to 2^31 - 1"),
         (["--positional=rope", "--length=1k", "--target=,"], "give lengths above"),
-        (["--positional=rope", "--length=1k", "--methods=dropped"], "--methods=dropped changes no frequency"),
-        (["--positional=rope", "--length=1k", "--methods=yran"], "no method is called 'yran'"),
+        (["--positional=rope", "--length=1k", "--variants=dropped"], "--variants=dropped changes no frequency"),
+        (["--positional=rope", "--length=1k", "--variants=yran"], "no method is called 'yran'"),
         (["--positional=rpoe", "--length=1k"], "Did you mean 'rope'?"),
         (["--from=nowhere"], "nowhere"),
         (["--positional=rope", "--length=1k", "--config.model.layers=2"], "there is no --config here"),

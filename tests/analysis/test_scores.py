@@ -26,14 +26,14 @@ from pe_lab.results.tables import (
 
 def needles(label="RoPE", factor=2.0, accuracy=0.5, **more):
     return {
-        "label": label, "model": label.split()[0], "method": "as trained", "length": factor and int(64 * factor),
+        "label": label, "model": label.split()[0], "variant": "as trained", "length": factor and int(64 * factor),
         "factor": factor, "accuracy": accuracy, "stderr": 0.01, "step": 800, "phase": "pretrain", "source": "needles",
     } | more  # fmt: skip
 
 
 def answered(label="RoPE", score=0.5, task="a", length=128, **more):
     return {
-        "label": label, "model": label, "method": "as trained", "metric": "f1", "score": score, "length": length,
+        "label": label, "model": label, "variant": "as trained", "metric": "f1", "score": score, "length": length,
         "source": task, "stderr": 0.01, "samples": 100,
     } | more  # fmt: skip
 
@@ -48,9 +48,9 @@ def run_of(records, suite="needles", name="one", phases=None):
 
 
 def test_a_variant_without_a_label_has_its_model_and_method():
-    assert label_of({"label": "mine", "model": "RoPE", "method": "NTK"}) == "mine"
-    assert label_of({"model": "RoPE", "method": "NTK"}) == "RoPE + NTK"
-    assert label_of({"model": "RoPE", "method": None}) == "RoPE"
+    assert label_of({"label": "mine", "model": "RoPE", "variant": "NTK"}) == "mine"
+    assert label_of({"model": "RoPE", "variant": "NTK"}) == "RoPE + NTK"
+    assert label_of({"model": "RoPE", "variant": None}) == "RoPE"
     assert label_of({}) == "unnamed" and label_of({"label": 3}) == "3"
 
 

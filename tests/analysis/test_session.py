@@ -64,7 +64,7 @@ def test_the_copy_of_an_answer_is_its_last_and_longest():
 def test_an_analysis_writes_numbers_with_their_lineage(trained, text, tmp_path, capsys):  # noqa: F811
     argv = [f"--from={trained}/pretrain,{trained}/recalibrate", f"--text={text}", "--length=24", "--sequences=3"]
     argv.append(f"--out={tmp_path / 'a'}")
-    assert run("frequency_use", *argv, "--methods=as-trained,dropped") == 0
+    assert run("frequency_use", *argv, "--variants=as-trained,dropped") == 0
     printed = capsys.readouterr().out
     assert "Share of the norm" in printed and "peak memory" in printed
     found = read_findings(tmp_path / "a")
@@ -107,11 +107,11 @@ def test_what_was_measured_is_not_measured_again(trained, text, tmp_path, monkey
     for name, value in read_findings(tmp_path).findings.numbers.items():
         np.testing.assert_array_equal(value, first[name])
     # Another encoding makes other parts; a damaged part is measured again.
-    assert run(*argv, "--sequences=2", "--methods=as-trained,dropped") == 0
+    assert run(*argv, "--sequences=2", "--variants=as-trained,dropped") == 0
     assert len(calls) == 2
     damaged = sorted((tmp_path / "parts").iterdir())[0]
     damaged.write_bytes(damaged.read_bytes()[:100])
-    assert run(*argv, "--sequences=2", "--methods=as-trained,dropped") == 0
+    assert run(*argv, "--sequences=2", "--variants=as-trained,dropped") == 0
     assert len(calls) == 3
     assert run(*argv, "--sequences=2", "--again") == 0
     assert len(calls) == 4
@@ -120,7 +120,7 @@ def test_what_was_measured_is_not_measured_again(trained, text, tmp_path, monkey
 @pytest.mark.slow  # 25 s: two processes
 def test_a_killed_analysis_goes_on_where_it_was(trained, text, tmp_path):  # noqa: F811
     argv = ["-m", "pe_lab.analyze", "frequency_use", f"--from={trained}/pretrain", f"--text={text}"]
-    argv += ["--length=48", "--sequences=40", "--methods=as-trained,dropped", f"--out={tmp_path}", "--format=png"]
+    argv += ["--length=48", "--sequences=40", "--variants=as-trained,dropped", f"--out={tmp_path}", "--format=png"]
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(REPOSITORY)}
     env.pop("XLA_FLAGS", None)
     process = subprocess.Popen([sys.executable, *argv], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -143,7 +143,7 @@ def test_a_killed_analysis_goes_on_where_it_was(trained, text, tmp_path):  # noq
 @pytest.mark.slow
 def test_random_initializations_have_the_shape_and_not_the_weights(trained, text, tmp_path):  # noqa: F811
     argv = [f"--from={trained}/pretrain", f"--text={text}", "--length=24", "--sequences=1", f"--out={tmp_path}"]
-    under = ["--methods=as-trained", "--positional=half:rope:fraction=0.5"]
+    under = ["--variants=as-trained", "--positional=half:rope:fraction=0.5"]
     assert run("frequency_use", *argv, *under, "--init=2") == 0
     found = read_findings(tmp_path)
     names = [f"{name} (initialization {seed})" for seed in range(2) for name in ("RoPE", "half")]
@@ -180,7 +180,7 @@ def test_names_tell_variants_apart():
         (["heads", "--from=RUN", "--sequences=0"], "--sequences: '0' is not a whole number from 1"),
         (["heads", "--from=RUN", "--init=0"], "--init: '0' is not a whole number from 1"),
         (["heads", "--from=RUN", "--suite=niah"], "--text and --suite each give the sequences"),
-        (["heads", "--from=RUN", "--methods=cropped"], "cropped reads shorter sequences: give a shorter --len"),
+        (["heads", "--from=RUN", "--variants=cropped"], "cropped reads shorter sequences: give a shorter --len"),
         (["heads", "--from=nowhere"], "--from 'nowhere' is not a directory"),
     ],
 )

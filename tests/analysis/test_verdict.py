@@ -19,7 +19,7 @@ def scores(suite, values, known=True):
     for label, by_factor in values.items():
         model, method = MODELS[label]
         for factor, value in by_factor.items():
-            record = {"label": label, "model": model, "method": method, "stderr": 0.001}
+            record = {"label": label, "model": model, "variant": method, "stderr": 0.001}
             record |= {"nll": math.log(value)} if suite == "perplexity" else {"accuracy": value}
             rows.append((suite, label, Column(factor if known else None, 64 * factor), record))
     (table,) = arrange(rows)
@@ -51,7 +51,7 @@ def test_a_difference_in_words(suite, ours, theirs, words):
 def test_a_difference_of_perplexities_without_losses_and_of_other_scores():
     def said(name, ours, theirs):
         rows = [
-            ("s", model, Column(2, 128), {"model": model, "method": "as trained", name: value})
+            ("s", model, Column(2, 128), {"model": model, "variant": "as trained", name: value})
             for model, value in (("RoPE", theirs), ("DroPE", ours))
         ]
         ((_, (duel,)),) = judge(None, arrange(rows)[0]).duels

@@ -5,7 +5,7 @@ import pytest
 import tiny
 
 from pe_lab.evaluation.scoring.forward import Forward
-from pe_lab.evaluation.tasks import beta as betas
+from pe_lab.evaluation.suites import logit_scale as betas
 from pe_lab.evaluation.variants import layers_under
 from pe_lab.model import Model
 from pe_lab.positional import NoPE, layers

@@ -8,9 +8,9 @@ import tiny
 
 from pe_lab.config import SourceConfig
 from pe_lab.errors import UserError
-from pe_lab.evaluation.measure import Evaluation
-from pe_lab.evaluation.plan import Plan, parse_lengths
-from pe_lab.evaluation.tasks import perplexity as pp
+from pe_lab.evaluation.command_line import parse_lengths
+from pe_lab.evaluation.measure import Evaluation, EvaluationPlan
+from pe_lab.evaluation.suites import perplexity as pp
 from pe_lab.evaluation.variants import Subject
 from pe_lab.positional import Alibi, NoPE, Rope
 from pe_lab.results.records import RecordFile
@@ -34,8 +34,8 @@ def subjects(data):
 
 
 def evaluation(data, directory, measured=None, **plan):
-    plan = {"lengths": LENGTHS, "settings": tiny.SETTINGS} | plan
-    return Evaluation(measured or subjects(data), data, Plan(**plan), directory, tiny.one_device())
+    plan = {"lengths": LENGTHS, "options": tiny.SETTINGS.options} | plan
+    return Evaluation(measured or subjects(data), data, EvaluationPlan(**plan), directory, tiny.one_device())
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def pick(rows, suite, **wanted):
 def test_the_table_is_full(whole):
     _, rows, _ = whole
     for suite in ("perplexity", "needles"):
-        found = {(r["model"], r["method"], r["length"]) for r in pick(rows, suite)}
+        found = {(r["model"], r["variant"], r["length"]) for r in pick(rows, suite)}
         wanted = {("RoPE", m, n) for m in ROPE_METHODS for n in LENGTHS}
         wanted |= {("DroPE", m, n) for m in ("as trained", "beta", "paper beta") for n in LENGTHS}
         assert found == wanted and len(pick(rows, suite)) == len(wanted)
@@ -62,20 +62,20 @@ def test_the_table_is_full(whole):
 
 def test_rows_say_what_they_measured(whole, data):
     _, rows, directory = whole
-    row = pick(rows, "perplexity", method="YaRN", length=64)[0]
+    row = pick(rows, "perplexity", variant="YaRN", length=64)[0]
     assert row["label"] == "RoPE + YaRN" and row["factor"] == 4 and row["step"] == 3 and row["beta"] == 1
     assert row["tokens_trained"] == 480
     assert row["checkpoint"] == "pretrain/checkpoints/3" and row["phase"] == "pretrain" and row["run"] == "tiny"
     assert row["source"] == data.sources[0].source and row["versions"]["jax"]
     assert row["perplexity"] == pytest.approx(math.exp(row["nll"]), rel=1e-4)
-    needle = pick(rows, "needles", method="as trained", model="DroPE", length=32)[0]
+    needle = pick(rows, "needles", variant="as trained", model="DroPE", length=32)[0]
     assert needle["source"] == "needles" and needle["windows"] == 16 and needle["queries"] == 32
     assert needle["guessing"] == 1  # one fact a window: its value answers every question
     for suite in ("perplexity", "needles", "beta"):
         lines = (directory / f"{suite}.jsonl").read_text().splitlines()
         on_disk = [json.loads(line) for line in lines]
         assert len(on_disk) == len(pick(rows, suite))
-        assert [r["method"] for r in on_disk] == [r["method"] for r in pick(rows, suite)]
+        assert [r["variant"] for r in on_disk] == [r["variant"] for r in pick(rows, suite)]
 
 
 def test_at_the_training_length_all_methods_coincide(whole):
@@ -114,7 +114,7 @@ def test_a_row_is_the_loss_of_the_scored_text(whole, data):
     (forward,) = done.forwards.values()
     checkpoint = done.subjects[0].checkpoint
     losses = forward.losses(checkpoint.params, pp.as_batch(text, pp.cut(text.score, 32)), checkpoint.layers)
-    row = pick(rows, "perplexity", model="RoPE", method="as trained", length=32)[0]
+    row = pick(rows, "perplexity", model="RoPE", variant="as trained", length=32)[0]
     assert row["nll"] == pytest.approx(losses.mean(), abs=1e-5)
 
 
@@ -128,7 +128,7 @@ def test_beta_is_fitted_on_text_that_is_not_scored(whole):
         assert row["c"] == pytest.approx((row["beta"] - 1) / math.log(row["factor"]), abs=1e-5)
         assert "256 held-out tokens" in row["fitted_on"]
         for suite in ("perplexity", "needles"):
-            used = pick(rows, suite, method="beta", length=row["length"])
+            used = pick(rows, suite, variant="beta", length=row["length"])
             assert [r["beta"] for r in used] == [row["beta"]]
 
 
@@ -138,20 +138,20 @@ def test_a_scale_is_fitted_for_a_model_that_rotates_if_it_is_named(data, tmp_pat
     done = evaluation(data, tmp_path, subjects(data), suites=("beta",), lengths=(16, 32))
     fits = {row["model"]: row for row in done.run()}
     assert set(fits) == {"RoPE", "DroPE"} and fits["RoPE"]["nll_after"] < fits["RoPE"]["nll_before"]
-    plan = dict(suites=("perplexity",), methods=("as trained", "beta"), lengths=(16, 32))
+    plan = dict(suites=("perplexity",), variants=("as trained", "beta"), lengths=(16, 32))
     rows = evaluation(data, tmp_path, subjects(data)[:1], **plan).run()
-    plain, scaled = (pick(rows, "perplexity", method=m, length=32)[0] for m in plan["methods"])
+    plain, scaled = (pick(rows, "perplexity", variant=m, length=32)[0] for m in plan["variants"])
     assert scaled["label"] == "RoPE, β" and scaled["beta"] == fits["RoPE"]["beta"] and scaled["nll"] != plain["nll"]
     assert len({row["nll"] for row in pick(rows, "perplexity", length=16)}) == 1
 
 
 def test_the_papers_scale_is_a_constant_that_nothing_is_fitted_for(data, tmp_path, whole):
-    for row in pick(whole[1], "needles", method="paper beta"):
+    for row in pick(whole[1], "needles", variant="paper beta"):
         assert row["beta"] == pytest.approx(1 + 0.412 * math.log(row["factor"]), abs=1e-6)
-    plan = dict(suites=("perplexity",), methods=("paper beta",), lengths=(32,))
+    plan = dict(suites=("perplexity",), variants=("paper beta",), lengths=(32,))
     (row,) = evaluation(data, tmp_path, subjects(data)[1:], **plan).run()
     assert row["label"] == "DroPE, paper's β (c = 0.412)" and not (tmp_path / "beta.jsonl").exists()
-    plain = pick(whole[1], "perplexity", method="as trained", model="DroPE", length=32)[0]
+    plain = pick(whole[1], "perplexity", variant="as trained", model="DroPE", length=32)[0]
     assert row["nll"] != plain["nll"]
 
 
@@ -161,7 +161,7 @@ def test_a_model_dropped_after_an_external_pretraining_has_its_own_scale(data, t
     dropped = [
         Subject(tiny.language_model(tiny.checkpoint(NoPE(), data, lineage)), "tiny", "recalibrate/checkpoints/3")
     ]
-    plan = dict(suites=("needles",), methods=("paper beta",), lengths=(32,))
+    plan = dict(suites=("needles",), variants=("paper beta",), lengths=(32,))
     (record,) = evaluation(data, tmp_path, dropped, **plan).run()
     assert record["beta"] == pytest.approx(1 + 0.103 * math.log(2), abs=1e-6) and "0.103" in record["label"]
     old = {key: value for key, value in record["settings"].items() if key != "coefficient"}
@@ -171,7 +171,7 @@ def test_a_model_dropped_after_an_external_pretraining_has_its_own_scale(data, t
 
 
 def test_a_record_that_exists_gets_the_label_of_today(data, tmp_path):
-    plan = dict(suites=("needles",), methods=("as trained",), lengths=(16,))
+    plan = dict(suites=("needles",), variants=("as trained",), lengths=(16,))
     (record,) = evaluation(data, tmp_path, subjects(data)[:1], **plan).run()
     before = {key: value for key, value in record.items() if key != "tokens_trained"} | {"label": "another"}
     RecordFile(tmp_path / "needles.jsonl").put([before])
@@ -212,7 +212,7 @@ def test_what_is_measured_is_not_measured_again(whole, data):
 
 @pytest.mark.slow
 def test_other_settings_other_weights_and_again_are_measured_anew(data, tmp_path):
-    plan = dict(suites=("needles",), methods=("as trained",), lengths=(16,))
+    plan = dict(suites=("needles",), variants=("as trained",), lengths=(16,))
     rope = subjects(data)[:1]
 
     def run(measured=rope, **changes):
@@ -223,10 +223,10 @@ def test_other_settings_other_weights_and_again_are_measured_anew(data, tmp_path
     assert run() == (0, 1)
     assert run() == (1, 1)
     assert run(again=True) == (0, 1)
-    assert run(settings=dataclasses.replace(tiny.SETTINGS, needle_windows=8)) == (0, 1)  # replaced
+    assert run(options=tiny.SETTINGS.options | {"windows": 8}) == (0, 1)  # replaced
     retrained = dataclasses.replace(rope[0].checkpoint, metadata=rope[0].checkpoint.metadata | {"id": "other"})
     assert run([dataclasses.replace(rope[0], lm=tiny.language_model(retrained))]) == (0, 1)
-    assert run(settings=dataclasses.replace(tiny.SETTINGS, seed=5)) == (0, 2)  # beside: another draw
+    assert run(seed=5) == (0, 2)  # beside: another draw
 
 
 def test_the_same_weights_are_measured_once(data, tmp_path):
@@ -254,16 +254,18 @@ def test_what_is_impossible_is_refused_and_what_is_not_asked_for_left_out(data, 
     with pytest.raises(UserError, match=r"--suite=needles .* trained without needles \(its data: text:"):
         evaluation(text_only, tmp_path, suites=("needles",))
     left = evaluation(text_only, tmp_path)
-    assert left.suites == ("perplexity", "beta") and any("without needles" in s for s in left.skipped)
-    with pytest.raises(UserError, match="--methods=pi makes no sense .*DroPE.*as-trained, beta".replace("pi", "PI")):
-        evaluation(data, tmp_path, dropped, methods=("PI",))
+    assert [suite.name for suite in left.suites] == ["perplexity", "beta"] and any(
+        "without needles" in s for s in left.skipped
+    )
+    with pytest.raises(UserError, match="--variants=pi makes no sense .*DroPE.*as-trained, beta".replace("pi", "PI")):
+        evaluation(data, tmp_path, dropped, variants=("PI",))
     alibi = [Subject(tiny.language_model(tiny.checkpoint(Alibi(), data)), "tiny", "pretrain/checkpoints/3")]
     with pytest.raises(UserError, match="--suite=beta .* layers that rotate or have no encoding"):
         evaluation(data, tmp_path, alibi, suites=("beta",))
     with pytest.raises(UserError, match="no length is beyond"):
         evaluation(data, tmp_path, dropped, suites=("beta",), lengths=(16,))
-    with pytest.raises(UserError, match="leave --methods out"):
-        evaluation(data, tmp_path, dropped, suites=("beta", "needles"), methods=("as trained",))
+    with pytest.raises(UserError, match="leave --variants out"):
+        evaluation(data, tmp_path, dropped, suites=("beta", "needles"), variants=("as trained",))
     with pytest.raises(UserError, match=r"held-out tokens, too few for a sequence of 50,000"):
         evaluation(data, tmp_path, rope, lengths=(16, 50_000))
     with pytest.raises(UserError, match="too short for needles"):
@@ -278,9 +280,9 @@ def test_one_text_of_the_longest_length_leaves_nothing_to_fit_on(data, tmp_path)
     longest = (len(pp.held_out_tokens(data, 0, 10**6)) - 1) // 2 + 1
     dropped = subjects(data)[1:]
     found = evaluation(data, tmp_path, dropped, lengths=(longest,), suites=("perplexity",))
-    assert found.methods == ("as trained", "paper beta") and any("none to fit" in s for s in found.skipped)
+    assert found.variant_names == ("as trained", "paper beta") and any("none to fit" in s for s in found.skipped)
     with pytest.raises(UserError, match="none to fit"):
-        evaluation(data, tmp_path, dropped, lengths=(longest,), methods=("beta",))
+        evaluation(data, tmp_path, dropped, lengths=(longest,), variants=("beta",))
 
 
 def test_weights_of_another_vocabulary_or_tokenizer_are_refused(data, tmp_path):
@@ -295,13 +297,13 @@ def test_weights_of_another_vocabulary_or_tokenizer_are_refused(data, tmp_path):
 
 
 def test_fewer_tokens_than_asked_for_are_announced(data, tmp_path):
-    settings = dataclasses.replace(tiny.SETTINGS, tokens=10**6)
-    found = evaluation(data, tmp_path, subjects(data)[:1], settings=settings)
+    options = tiny.SETTINGS.options | {"tokens": 10**6}
+    found = evaluation(data, tmp_path, subjects(data)[:1], options=options)
     assert any("held-out tokens scored, not 1,000,000" in s for s in found.skipped)
 
 
 def test_what_lengths_do_not_share_is_told(data, tmp_path):
-    made = evaluation(data, tmp_path, lengths=(16, 24), suites=("perplexity",), methods=("as trained",))
+    made = evaluation(data, tmp_path, lengths=(16, 24), suites=("perplexity",), variants=("as trained",))
     assert not any("not all lengths" in sentence for sentence in made.skipped)
     rows = made.run()
     assert len({r["tokens"] for r in rows}) == 1 and len({tuple(r["tiles"]) for r in rows}) == 1
@@ -313,13 +315,13 @@ def test_the_tile_that_was_used_tells_records_apart(data, tmp_path):
     """The least common multiple is six units both times, and the text has one such tile. Tiles of the first evaluation
     fall back to its longest length, three units; of the second the multiple is the longest length."""
     unit = len(pp.held_out_tokens(data, 0, 10**6)) * 4 // 5 // 6
-    settings = dataclasses.replace(tiny.SETTINGS, tokens=12 * unit)
-    plan = dict(suites=("perplexity",), methods=("as trained",), settings=settings)
+    options = tiny.SETTINGS.options | {"tokens": 12 * unit}
+    plan = dict(suites=("perplexity",), variants=("as trained",), options=options)
     found = []
     for lengths in ((2 * unit, 3 * unit), (2 * unit, 6 * unit)):
-        assert pp.tile_of(lengths, settings.tokens) == 6 * unit
+        assert pp.tile_of(lengths, options["tokens"]) == 6 * unit
         made = evaluation(data, tmp_path, subjects(data)[:1], lengths=lengths, **plan)
-        found.append(made._settings(made.units[0]))
+        found.append(made.identity(made.units[0]))
     assert found[0] != found[1] and [one["tile"] for one in found] == [[3 * unit], [6 * unit]]
 
 
@@ -327,9 +329,9 @@ def test_a_loss_does_not_depend_on_the_other_texts(data, tmp_path):
     """Its settings are those of its own text; those of a fitted scale are of all."""
     more = tiny.corpus(tmp_path / "more", 4000).sources[0]
     both = dataclasses.replace(data, sources=(data.sources[0], more))
-    plan = dict(suites=("perplexity",), lengths=(16, 32), methods=("as trained", "beta"))
+    plan = dict(suites=("perplexity",), lengths=(16, 32), variants=("as trained", "beta"))
     made = [evaluation(of, tmp_path / "out", subjects(data)[1:], **plan) for of in (data, both)]
-    one, two = ({(u.variant.method, u.source): m._settings(u) for u in m.units} for m in made)
+    one, two = ({(u.variant.name, u.source): m.identity(u) for u in m.units} for m in made)
     assert one["as trained", 0] == two["as trained", 0] != two["as trained", 1]
     assert one["beta", 0] != two["beta", 0] and len(two["beta", 0]["fit"]["data"]) == 2
 

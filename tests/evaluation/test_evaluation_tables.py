@@ -140,7 +140,7 @@ def test_a_mean_over_tasks_counts_each_once():
 
 def test_the_scale_of_a_model_that_diverged_is_no_traceback():
     fit = row("beta", None, "DroPE", None, 64, beta=None, c=None, nll_before=None, nll_after=3.0)
-    assert "β = not a number, c = not a number, held-out loss not a number -> 3.0000" in printed([fit])
+    assert "β = not a number, c = not a number, loss without β = not a number, loss with β = 3.0000" in printed([fit])
 
 
 def test_an_average_leaves_out_who_lacks_a_task_and_what_is_no_share():
@@ -240,7 +240,7 @@ def test_every_table_fits_its_terminal(width):
 
 def test_fitted_scales_are_a_line_each():
     beta = {"suite": "beta", "beta": 1.25, "c": 0.2, "nll_before": 3.5, "nll_after": 3.25, "label": "DroPE, β"}
-    assert "DroPE, β at 128: β = 1.250, c = 0.200, held-out loss 3.5000 -> 3.2500\n" in printed(
+    assert "DroPE, β at 128: β = 1.250, c = 0.200, loss without β = 3.5000, loss with β = 3.2500\n" in printed(
         [beta | {"length": 128}]
     )
 

@@ -7,16 +7,16 @@ import tiny
 
 from pe_lab.errors import UserError
 from pe_lab.evaluation import targets
+from pe_lab.evaluation.command_line import parse_variants
 from pe_lab.evaluation.variants import (
     LABEL_WIDTH,
     Subject,
     all_variants,
     layers_under,
-    methods_of,
     model_name,
     paper_coefficient,
     parse_description,
-    parse_methods,
+    possible_variants,
     short_description,
     variants_of,
 )
@@ -56,18 +56,25 @@ def test_beta_scales_the_logits_of_every_layer():
 
 
 def test_which_methods_make_sense():
-    assert methods_of(ROPE, 100) == ("as trained", "cropped", "PI", "NTK", "YaRN", "beta", "dropped")
-    assert methods_of(NOPE, 100) == ("as trained", "beta", "paper beta")
-    assert methods_of(layers(Alibi(), 2), 100) == ("as trained",)
+    assert possible_variants(ROPE, 100) == ("as trained", "cropped", "PI", "NTK", "YaRN", "beta", "dropped")
+    assert possible_variants(NOPE, 100) == ("as trained", "beta", "paper beta")
+    assert possible_variants(layers(Alibi(), 2), 100) == ("as trained",)
     # A scale of its own is not multiplied by another, nor replaced by a fit of what it leaves.
     scaled = tuple(dataclasses.replace(layer, logit_scale=Beta(0.1, 100)) for layer in NOPE)
-    assert methods_of(scaled, 100) == ("as trained",)
-    assert methods_of(layers(Rope(fraction=0.0), 2), 100) == ("as trained",)
+    assert possible_variants(scaled, 100) == ("as trained",)
+    assert possible_variants(layers(Rope(fraction=0.0), 2), 100) == ("as trained",)
     # Nothing rotates over distances that training did not show.
     swa = (Layer(Rope(), window=64), Layer(NoPE()))
-    assert methods_of(swa, 100) == ("as trained", "cropped", "beta", "dropped")
-    assert methods_of((Layer(Rope()), Layer(Alibi())), 100) == ("as trained", "cropped", "PI", "NTK", "YaRN", "dropped")
-    assert methods_of((Layer(Rope(scaling=PI(2.0))),), 100) == ("as trained", "cropped", "dropped")
+    assert possible_variants(swa, 100) == ("as trained", "cropped", "beta", "dropped")
+    assert possible_variants((Layer(Rope()), Layer(Alibi())), 100) == (
+        "as trained",
+        "cropped",
+        "PI",
+        "NTK",
+        "YaRN",
+        "dropped",
+    )
+    assert possible_variants((Layer(Rope(scaling=PI(2.0))),), 100) == ("as trained", "cropped", "dropped")
 
 
 def test_a_scale_that_only_the_dropped_model_has_is_not_asked_of_the_other(monkeypatch):
@@ -102,11 +109,11 @@ def test_model_names_and_labels():
 
 
 def test_parsing_methods():
-    assert parse_methods("as-trained, PI,yarn,pi") == ("as trained", "PI", "YaRN")
+    assert parse_variants("as-trained, PI,yarn,pi") == ("as trained", "PI", "YaRN")
     with pytest.raises(UserError, match="Did you mean 'yarn'"):
-        parse_methods("yarm")
+        parse_variants("yarm")
     with pytest.raises(UserError, match="empty"):
-        parse_methods(" , ")
+        parse_variants(" , ")
 
 
 @pytest.mark.parametrize(
@@ -124,7 +131,7 @@ def test_the_papers_scale_follows_the_lineage(lineage, coefficient):
         tiny.language_model(tiny.checkpoint(NoPE(), lineage=lineage)), "tiny", "recalibrate/checkpoints/3"
     )
     (variant,) = variants_of(dropped, ["paper beta"], [], None)
-    assert variant.label == f"DroPE, paper's β (c = {coefficient})" and variant.method == "paper beta"
+    assert variant.label == f"DroPE, paper's β (c = {coefficient})" and variant.name == "paper beta"
     (scale,) = {layer.logit_scale for layer in variant.layers_at(4 * tiny.LENGTH)}
     assert scale == pytest.approx(1 + coefficient * np.log(4))
 
@@ -134,7 +141,7 @@ def test_labels_of_descriptions_are_short():
     assert parse_description(subject, "rope:base=500").label == "RoPE with rope:base=500"
     assert parse_description(subject, "yarn:factor=2").layers[0].encoding.scaling == Yarn(2, tiny.LENGTH)
     named = parse_description(subject, "half:rope:base=500+nope")
-    assert (named.label, named.method) == ("RoPE with half", "rope:base=500+nope")
+    assert (named.label, named.name) == ("RoPE with half", "rope:base=500+nope")
     assert named.layers == parse_description(subject, "rope:base=500+nope").layers
     with pytest.raises(UserError, match="rpoe"):
         parse_description(subject, "rpoe:base=500")

@@ -20,7 +20,7 @@ from lm_eval_tasks import NAMES, TASKS, write_tasks
 from pe_lab.data.tokenizers import export_tokenizer
 from pe_lab.errors import UserError
 from pe_lab.evaluation.lm_eval import PeLabLM, main, task_lists, with_defaults
-from pe_lab.evaluation.lm_eval.records import measure
+from pe_lab.evaluation.lm_eval.harness import measure
 from pe_lab.evaluation.lm_eval.task_lists import TASK_LISTS, expand_tasks, open_tasks
 from pe_lab.evaluation.scoring.likelihood import Likelihood
 from pe_lab.language_model import LanguageModel, load

@@ -10,7 +10,6 @@ from adapters import LM, MAX_LENGTH, adapter, language_model, with_beginning
 
 from pe_lab.data.tokenizers import ByteTokenizer
 from pe_lab.errors import UserError
-from pe_lab.evaluation.lm_eval.requests import Generation
 from pe_lab.language_model import LanguageModel
 
 VOCABULARY = tiny.MODEL.vocab_size
@@ -103,12 +102,6 @@ def test_how_generation_is_asked_for():
         model._settings({"num_beams": 4})
     with pytest.raises(UserError, match="32 new tokens are asked for, and max_length is 32"):
         model.generate_until([request("a", {"max_gen_toks": 32})], disable_tqdm=True)
-
-
-def test_answers_on_disk_are_found_by_the_form_of_their_requests():
-    """The digest of this text identifies them: it may not change with the names of fields."""
-    found = repr(Generation([1, 2], 30, ["\n"], 4, {"top_k": 5}, 6))
-    assert found == "Generation(prompt=[1, 2], room=30, until=['\\n'], new_tokens=4, sampling={'top_k': 5}, seed=6)"
 
 
 def test_what_is_known_is_told_to_the_harness_cache():

@@ -8,7 +8,7 @@ import pytest
 import tiny
 
 from pe_lab.errors import UserError
-from pe_lab.evaluation.plan import parse_length
+from pe_lab.evaluation.command_line import parse_length
 from pe_lab.evaluation.scoring import forward as forwards
 from pe_lab.evaluation.scoring.forward import Forward, Meshes
 from pe_lab.model import Model

@@ -10,9 +10,8 @@ import pytest
 from pe_lab.data.tokenizers import ByteTokenizer
 from pe_lab.errors import UserError
 from pe_lab.evaluation.generation.backend import ModelBackend
-from pe_lab.evaluation.tasks.longbench.suite import LongBenchTask, open_longbench
-from pe_lab.evaluation.tasks.longbench.table import GROUPS, TASKS, bucket_of, record_bucket_of
-from pe_lab.evaluation.tasks.task import Sample, Task
+from pe_lab.evaluation.generation.tasks import PromptTask, Sample
+from pe_lab.evaluation.suites.longbench import GROUPS, TASKS, LongBenchTask, bucket_of, open_longbench, record_bucket_of
 from pe_lab.language_model import LanguageModel
 from pe_lab.model.generation import Ending
 
@@ -105,7 +104,7 @@ def test_groups_and_buckets():
 def test_an_oracle_is_always_right_and_noise_never(directory, group):
     rng = random.Random(0)
     for task in open_longbench(directory, [group]):
-        assert isinstance(task, Task) and not task.sized
+        assert isinstance(task, PromptTask) and not task.sized
         for sample in task.samples(ByteTokenizer(), None, 10, 0):
             right = task.score(sample, sample.references[0])
             assert next(iter(right)) == task.metric

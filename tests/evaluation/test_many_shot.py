@@ -9,9 +9,9 @@ import pytest
 
 from pe_lab.data.tokenizers import ByteTokenizer
 from pe_lab.errors import DataError, UserError
-from pe_lab.evaluation.tasks import many_shot
-from pe_lab.evaluation.tasks.many_shot import many_shot_tasks
-from pe_lab.evaluation.tasks.task import Task
+from pe_lab.evaluation.generation.tasks import PromptTask
+from pe_lab.evaluation.suites import many_shot
+from pe_lab.evaluation.suites.many_shot import many_shot_tasks
 
 BYTES = ByteTokenizer()
 LENGTH, BUFFER, NEW = 3000, 400, 256
@@ -145,7 +145,7 @@ def test_the_papers_settings_are_the_defaults(tasks, tmp_path):
     assert [(task.buffer, task.max_new_tokens) for task in many_shot_tasks(path)] == [(2300, 2048)] * 2
     assert many_shot.SAMPLES == {"needle": 4 * 100, "plain": 100}
     for task in tasks.values():
-        assert isinstance(task, Task) and task.suite == "many_shot" and task.metric == "accuracy"
+        assert isinstance(task, PromptTask) and task.suite == "many_shot" and task.metric == "accuracy"
         json.dumps(task.settings)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from pe_lab.errors import UserError
 from pe_lab.evaluation.scoring import metrics
-from pe_lab.evaluation.scoring.rouge import common_length, common_words, rouge_l
+from pe_lab.evaluation.scoring.metrics import common_length, common_words, rouge_l
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data/scorer_golden.json").read_text(encoding="utf-8"))
 

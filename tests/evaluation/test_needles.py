@@ -5,8 +5,8 @@ import tiny
 from pe_lab.data.held_out import needle_windows
 from pe_lab.errors import UserError
 from pe_lab.evaluation.scoring.forward import Forward
-from pe_lab.evaluation.tasks import needles
-from pe_lab.evaluation.tasks.perplexity import bin_edges
+from pe_lab.evaluation.suites import needles
+from pe_lab.evaluation.suites.perplexity import bin_edges
 from pe_lab.model import Model
 from pe_lab.positional import Rope, build_schedule, layers
 
@@ -78,7 +78,7 @@ def test_accuracy_by_depth_is_by_the_place_of_the_needle(data):
 def test_standard_error_is_over_windows():
     right = np.array([[1, 1], [0, 0], [1, 1], [0, 1]])
     tokens = np.zeros((4, 32), int)
-    asked = needles.Questions(tokens, np.full_like(right, 20), np.ones_like(right), np.full_like(right, 5))
+    asked = needles.NeedleQuestions(tokens, np.full_like(right, 20), np.ones_like(right), np.full_like(right, 5))
     found = needles.score(right, asked)
     assert found["stderr"] == pytest.approx(right.mean(1).std(ddof=1) / 2)
 
@@ -113,7 +113,9 @@ def test_cropping_feeds_the_last_tokens_before_each_answer(data):
 
 
 def test_an_early_question_is_cropped_at_the_start_of_its_window():
-    asked = needles.Questions(np.arange(20)[None], np.array([[4, 12]]), np.zeros((1, 2), int), np.ones((1, 2), int))
+    asked = needles.NeedleQuestions(
+        np.arange(20)[None], np.array([[4, 12]]), np.zeros((1, 2), int), np.ones((1, 2), int)
+    )
     places = []
 
     def model(tokens, at):

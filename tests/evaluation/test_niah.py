@@ -1,6 +1,5 @@
 """Needles in haystacks: the prompts are RULER's, DroPE's and DoPE's, fit their length, and are reproducible."""
 
-import argparse
 import json
 import random
 import re
@@ -12,8 +11,8 @@ import pytest
 
 from pe_lab.data.tokenizers import ByteTokenizer
 from pe_lab.errors import UserError
-from pe_lab.evaluation.tasks import haystacks, niah, suites
-from pe_lab.evaluation.tasks.haystacks import Haystack, distinct, draw, word_list
+from pe_lab.evaluation.suites import niah, open_tasks
+from pe_lab.evaluation.suites.niah import Haystack, distinct, draw, word_list
 
 TOKENIZER = ByteTokenizer()
 DATA = Path(__file__).parents[1] / "data"
@@ -21,12 +20,6 @@ GOLDEN = json.loads((DATA / "niah_golden.json").read_text(encoding="utf-8"))
 PROSE = " ".join(f"SampleRecord {n} of the log says that nothing happened today. Or so it seems!" for n in range(300))
 ESSAYS = Haystack("essays", PROSE)
 ALL = [niah.niah_task(name, ESSAYS) for name in niah.NIAH] + [niah.ruler_needle_task(n, ESSAYS) for n in niah.RULER]
-
-
-def flags(*argv: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    suites.add_arguments(parser)
-    return parser.parse_args(["--haystack=noise", *argv])
 
 
 def by_reading(prompt: str, asked: list[str]) -> list[str]:
@@ -143,7 +136,7 @@ def test_needles_of_the_grid_follow_the_depth_in_tokens(name, haystack):
         share = 100 * fact.start() / (len(context) - len(fact[0]))
         assert sample.depth[0] - 4 < share < sample.depth[0] + 0.2
         filler = context.replace(fact[0], "").split()
-        start = " ".join(haystack.text.split() * 2 if haystack.text else haystacks.NOISE.split() * 200)
+        start = " ".join(haystack.text.split() * 2 if haystack.text else niah.NOISE.split() * 200)
         assert " ".join(filler) in start  # nothing of the text is lost
 
 
@@ -184,23 +177,23 @@ def test_a_length_that_is_too_short_is_refused_with_the_shortest_possible():
 
 def test_sentences_are_split_at_their_ends():
     text = 'It rained. "Did it?" she asked. Dr. Wu, i.e. the U.S. doctor, paid $3.50 (really!). Yes. 7 left.'
-    found = haystacks.sentences(text)
+    found = niah.sentences(text)
     assert found == ["It rained.", '"Did it?" she asked.', "Dr. Wu, i.e. the U.S. doctor, paid $3.50 (really!).",
                      "Yes.", "7 left."]  # fmt: skip
-    assert " ".join(haystacks.sentences(PROSE)) == PROSE and len(haystacks.sentences(PROSE)) == 600
-    assert haystacks.sentences("no end") == ["no end"]
+    assert " ".join(niah.sentences(PROSE)) == PROSE and len(niah.sentences(PROSE)) == 600
+    assert niah.sentences("no end") == ["no end"]
 
 
 def test_a_haystack_of_texts_begins_again_after_its_last_word(tmp_path):
     (tmp_path / "b.txt").write_text("four five. Six seven eight nine ten.")
     (tmp_path / "a.txt").write_text("One two\n\n three.\tAnd")
-    found = haystacks.open_haystack(f"{tmp_path}/*.txt")
+    found = niah.open_haystack(f"{tmp_path}/*.txt")
     assert " ".join(found.pieces(14, 9, "words", "numbers", random.Random(0))) == (
         "nine ten. One two three. And four five. Six seven eight nine ten. One"
     )
     (tmp_path / "a.txt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="a.txt is no UTF-8 text"):
-        haystacks.open_haystack(f"{tmp_path}/*.txt")
+        niah.open_haystack(f"{tmp_path}/*.txt")
 
 
 def test_words_numbers_and_uuids():
@@ -222,12 +215,12 @@ def test_rulers_essays_are_joined_piece_by_piece():
 
 
 def test_few_samples_get_depths_from_0_to_100():
-    standard, *_ = suites.open_tasks({"niah": ()}, flags("--samples=3"))
+    standard, *_ = open_tasks({"niah": ()}, {"haystack": "noise", "samples": 3})
     assert [sample.depth for sample in standard.samples(TOKENIZER, 2000, 3, 0)] == [(0.0,), (50.0,), (100.0,)]
-    (one,) = suites.open_tasks({"niah": ("standard",)}, flags("--samples=1"))
+    (one,) = open_tasks({"niah": ("standard",)}, {"haystack": "noise", "samples": 1})
     assert one.samples(TOKENIZER, 2000, 1, 0)[0].depth == (50.0,)
     with pytest.raises(UserError, match="would leave out some of the 4 depths"):
-        suites.open_tasks({"niah": ("standard",)}, flags("--samples=3", "--depths=0,1,2,3"))
+        open_tasks({"niah": ("standard",)}, {"haystack": "noise", "samples": 3, "depths": "0,1,2,3"})
 
 
 def test_clean_is_noisy_without_its_sinks():
@@ -240,7 +233,7 @@ def test_clean_is_noisy_without_its_sinks():
 
 def test_null_characters_of_a_haystack_are_not_places_of_sinks(tmp_path):
     (tmp_path / "a.txt").write_text("alpha beta\0gamma delta. " * 50)
-    task = niah.niah_task("noisy", haystacks.open_haystack(str(tmp_path / "*.txt")))
+    task = niah.niah_task("noisy", niah.open_haystack(str(tmp_path / "*.txt")))
     (sample,) = task.samples(TOKENIZER, 2000, 1, 0)
     assert int(np.sum(sample.tokens == TOKENIZER.eos_id)) == 10
 
@@ -255,7 +248,7 @@ def test_a_word_that_does_not_fit_is_refused_before_any_sample_is_made():
 def test_a_haystack_in_rulers_own_file(tmp_path):
     path = tmp_path / "PaulGrahamEssays.json"
     path.write_text(json.dumps({"text": PROSE}))
-    assert haystacks.open_haystack(str(path)).text == PROSE
+    assert niah.open_haystack(str(path)).text == PROSE
     path.write_text("[1]")
     with pytest.raises(UserError, match="is damaged: it holds no JSON object.*with a `text`"):
-        haystacks.open_haystack(str(path))
+        niah.open_haystack(str(path))

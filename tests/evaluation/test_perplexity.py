@@ -10,7 +10,7 @@ import tiny
 from pe_lab.data.held_out import held_out_tokens
 from pe_lab.errors import UserError
 from pe_lab.evaluation.scoring.forward import Forward
-from pe_lab.evaluation.tasks import perplexity as pp
+from pe_lab.evaluation.suites import perplexity as pp
 from pe_lab.model import Model
 from pe_lab.positional import NoPE, Rope, build_schedule, layers
 

@@ -9,13 +9,10 @@ import tiny
 
 from pe_lab.errors import UserError
 from pe_lab.evaluation.generation.backend import ModelBackend
-from pe_lab.evaluation.generation.groups import batches, schedule_length
-from pe_lab.evaluation.generation.prompted import Prompted
+from pe_lab.evaluation.generation.prompted import Prompted, batches, by_length, schedule_length
+from pe_lab.evaluation.generation.tasks import Sample
 from pe_lab.evaluation.progress import TokenProgress
-from pe_lab.evaluation.scoring.breakdowns import by_length
-from pe_lab.evaluation.tasks.haystacks import Haystack
-from pe_lab.evaluation.tasks.niah import niah_task
-from pe_lab.evaluation.tasks.task import Sample
+from pe_lab.evaluation.suites.niah import Haystack, niah_task
 from pe_lab.evaluation.variants import Subject, all_variants
 from pe_lab.language_model import LanguageModel
 from pe_lab.positional import DynamicNTK, NoPE, Rope
@@ -57,7 +54,7 @@ class Copies:
 
 
 def run(directory, answers, count=10, lm=None, tasks=None, **options):
-    made = Prompted(variants(lm or model()), tasks or [task()], LENGTHS, count, 42, directory,
+    made = Prompted(variants(lm or model()), tasks or [task()], LENGTHS, {"samples": count}, 42, directory,
                     backend=lambda *_: answers, **options)  # fmt: skip
     return made, made.run()
 
@@ -76,7 +73,9 @@ def without_times(path: Path) -> list[dict]:
 
 
 def test_a_copying_model_has_all_and_rows_tell_by_depth(tmp_path, counts):
-    made = Prompted(variants(model()), [task()], LENGTHS, 10, 42, tmp_path, backend=lambda *_: Copies(wrong=50.0))
+    made = Prompted(
+        variants(model()), [task()], LENGTHS, {"samples": 10}, 42, tmp_path, backend=lambda *_: Copies(wrong=50.0)
+    )
     rows = made.run()
     assert sum(counts) == made.work == 10 * sum(LENGTHS)
     assert [(row["length"], row["score"], row["samples"]) for row in rows] == [(600, 0.5, 10), (700, 0.5, 10)]
@@ -134,14 +133,14 @@ def test_another_variant_another_haystack_and_another_seed_are_other_samples(tmp
         run(tmp_path, asked, count=2, **change)
         assert len(asked.asked) == 2
     other = Copies()
-    Prompted(variants(model()), [task()], LENGTHS, 2, 43, tmp_path, backend=lambda *_: other).run()
+    Prompted(variants(model()), [task()], LENGTHS, {"samples": 2}, 43, tmp_path, backend=lambda *_: other).run()
     assert len(other.asked) == 2
 
 
 @pytest.mark.slow
 def test_the_model_itself_answers_as_generate_does(tmp_path, counts):
     lm = model()
-    made = Prompted(variants(lm), [task()], (600,), 3, 42, tmp_path)
+    made = Prompted(variants(lm), [task()], (600,), {"samples": 3}, 42, tmp_path)
     made.run()
     assert sum(counts) == made.work == 1800 and len([tokens for tokens in counts if tokens]) > 10  # as it goes on
     lines = without_times(tmp_path / "samples" / "niah.jsonl")
@@ -197,7 +196,7 @@ def test_a_model_without_a_tokenizer_is_an_error(tmp_path):
     lm = model()
     bare = type(lm)(lm.checkpoint, lm.layers)
     with pytest.raises(UserError, match="came without a tokenizer"):
-        Prompted(variants(bare), [task()], LENGTHS, 2, 42, tmp_path)
+        Prompted(variants(bare), [task()], LENGTHS, {"samples": 2}, 42, tmp_path)
 
 
 def test_a_prompt_that_does_not_fit_is_an_error_and_never_cut(tmp_path):
@@ -207,7 +206,7 @@ def test_a_prompt_that_does_not_fit_is_an_error_and_never_cut(tmp_path):
 
     made = Careless(**vars(task()))
     with pytest.raises(UserError, match="do not fit 600; prompts are never cut"):
-        Prompted(variants(model()), [made], (600,), 2, 42, tmp_path)
+        Prompted(variants(model()), [made], (600,), {"samples": 2}, 42, tmp_path)
 
 
 def test_batches_are_of_one_size_and_few():
@@ -219,18 +218,18 @@ def test_batches_are_of_one_size_and_few():
 def test_sequences_of_their_own_lengths_share_few_schedules():
     assert [schedule_length(n, 16) for n in (1, 16, 17, 32, 33, 100)] == [16, 16, 32, 32, 64, 128]
     cut = {"tokens_before_truncation": 20000}
-    lines = [{"tokens": n, "facts": facts, "score": s} for n, facts, s in
+    lines = [{"tokens": n, "metadata": facts, "score": s} for n, facts, s in
              [(100, {}, 1.0), (4095, {}, 0.0), (4096, {}, 1.0), (900, cut, 1.0)]]  # fmt: skip
     found = by_length(lines)
     assert found["edges"] == [0, 4096, 8192, 16384, 32768] and found["of"] == "tokens"
     assert found["count"] == [2, 1, 0, 1] and found["score"] == [0.5, 1.0, None, 1.0]
-    longest = by_length([{"tokens": 200_000, "facts": {}, "score": 1.0}])
+    longest = by_length([{"tokens": 200_000, "metadata": {}, "score": 1.0}])
     assert longest["edges"][-2:] == [131072, 200_001] and longest["count"][-1] == 1
 
 
 def test_scores_by_the_length_that_records_tell():
     """LongBench-E's buckets: below 4,000, below 8,000, and above."""
-    lines = [{"tokens": 1, "facts": {"record_length": n}, "score": 1.0} for n in (10, 3999, 4000, 7999, 8000, 90000)]
+    lines = [{"tokens": 1, "metadata": {"record_length": n}, "score": 1.0} for n in (10, 3999, 4000, 7999, 8000, 90000)]
     found = by_length(lines, (0, 4000, 8000))
     assert found["edges"] == [0, 4000, 8000, 90001] and found["count"] == [2, 2, 2] and found["of"] == "words"
 
@@ -287,5 +286,5 @@ def test_a_damaged_file_of_lines_is_named(tmp_path):
 def test_a_crop_that_leaves_no_prompt_is_an_error_before_anything_is_asked(tmp_path):
     """Of 16 tokens, 12 for the answer would leave four."""
     made = [r for r in variants(model(), ["cropped"])]
-    with pytest.raises(UserError, match="--methods=cropped: of 16 tokens.* keeps 12 for its answer"):
-        Prompted(made, [task()], LENGTHS, 2, 42, tmp_path, backend=lambda *_: Copies())
+    with pytest.raises(UserError, match="--variants=cropped: of 16 tokens.* keeps 12 for its answer"):
+        Prompted(made, [task()], LENGTHS, {"samples": 2}, 42, tmp_path, backend=lambda *_: Copies())

@@ -7,15 +7,14 @@ import pytest
 
 from pe_lab.data.tokenizers import ByteTokenizer
 from pe_lab.errors import UserError
-from pe_lab.evaluation.tasks.haystacks import open_haystack
-from pe_lab.evaluation.tasks.ruler.files import (
+from pe_lab.evaluation.suites.niah import open_haystack
+from pe_lab.evaluation.suites.ruler import qa_task, ruler_tasks
+from pe_lab.evaluation.suites.ruler_files import (
     read_predictions,
     score_predictions,
     write_predictions,
     write_prompts,
 )
-from pe_lab.evaluation.tasks.ruler.questions import qa_task
-from pe_lab.evaluation.tasks.ruler.suite import ruler_tasks
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "ruler_golden.json").read_text())
 

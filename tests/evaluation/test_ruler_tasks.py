@@ -11,13 +11,19 @@ import pytest
 
 from pe_lab.data.tokenizers import ByteTokenizer
 from pe_lab.errors import UserError
-from pe_lab.evaluation.tasks.haystacks import NOISE, open_haystack
-from pe_lab.evaluation.tasks.ruler import synthetic as ruler_tasks
-from pe_lab.evaluation.tasks.ruler.questions import qa_task, question_prompt
-from pe_lab.evaluation.tasks.ruler.suite import NEEDLES, TASKS
-from pe_lab.evaluation.tasks.ruler.suite import ruler_tasks as tasks_named
-from pe_lab.evaluation.tasks.ruler.synthetic import CommonWords, FrequentWords, VariableTracking
-from pe_lab.evaluation.tasks.task import Task
+from pe_lab.evaluation.generation.tasks import PromptTask
+from pe_lab.evaluation.suites import ruler as ruler_tasks
+from pe_lab.evaluation.suites.niah import NOISE, open_haystack
+from pe_lab.evaluation.suites.ruler import (
+    NEEDLES,
+    TASKS,
+    CommonWords,
+    FrequentWords,
+    VariableTracking,
+    qa_task,
+    question_prompt,
+)
+from pe_lab.evaluation.suites.ruler import ruler_tasks as tasks_named
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "ruler_golden.json").read_text())
 BYTES = ByteTokenizer()
@@ -363,7 +369,7 @@ def test_questions_whose_own_documents_do_not_fit_are_skipped(tmp_path):
 def test_all_thirteen_tasks_by_name(files):
     made = tasks_named(None, open_haystack("noise"), files)
     assert [task.name for task in made] == list(TASKS) and len(TASKS) == 13
-    assert all(isinstance(task, Task) and task.suite == "ruler" and task.sized for task in made)
+    assert all(isinstance(task, PromptTask) and task.suite == "ruler" and task.sized for task in made)
     metrics = {task.name: task.metric for task in made if task.name not in NEEDLES}
     assert metrics == dict.fromkeys(["vt", "cwe", "fwe"], "string_match_all") | dict.fromkeys(
         ["qa_1", "qa_2"], "string_match_part"

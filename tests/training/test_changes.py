@@ -50,12 +50,12 @@ def test_what_is_declared_may_change(key, may):
 def test_every_key_that_differs_is_recorded_and_a_lineage_has_those_of_its_phase(tmp_path):
     config, workdir = tiny(tmp_path / "recipe"), tmp_path / "run"
     write_run(workdir, config, "first", {})
-    more = {"log__every_steps": 5, "evaluation__tokens": 99, "phases__0__batch_size": 4, "phases__1__batch_size": 2}
+    more = {"log__every_steps": 5, "evaluation__seed": 99, "phases__0__batch_size": 4, "phases__1__batch_size": 2}
     other = tiny(tmp_path / "recipe", **more)
     write_run(workdir, other, "second", check_workdir(workdir, other))
     (change,) = json.loads((workdir / "run.json").read_text())["changes"]
     assert change["keys"] == {
-        "evaluation.tokens": [65536, 99],
+        "evaluation.seed": [0, 99],
         "log.every_steps": [1, 5],
         "phases.0.batch_size": [8, 4],
         "phases.1.batch_size": [8, 2],

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
-from pe_lab.evaluation.tasks.task import Sample
+from pe_lab.evaluation.generation.tasks import Sample
 from pe_lab.evaluation.variants import Variant
 from pe_lab.language_model import LanguageModel
 from pe_lab.model import GenerationStatistics

@@ -7,17 +7,27 @@ import functools
 import inspect
 import json
 import logging
+import math
 import operator
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
+from pe_lab.data.tokenizers import Tokenizer
 from pe_lab.errors import CheckpointError, ConfigError, DataError, UnsupportedError, UserError, did_you_mean
-from pe_lab.evaluation.lm_eval.requests import Answers, Generation, Journal, Used, generate, generation_batches, seed_of
-from pe_lab.evaluation.lm_eval.settings import add_bos, sequences_at_once, whole_number, with_encoding
-from pe_lab.evaluation.plan import parse_length
-from pe_lab.evaluation.scoring.likelihood import Batch, Likelihoods
+from pe_lab.evaluation.command_line import parse_length
+from pe_lab.evaluation.lm_eval.requests import (
+    GenerationRequest,
+    Journal,
+    RequestAnswers,
+    Used,
+    generate,
+    generation_batches,
+    seed_of,
+)
+from pe_lab.evaluation.scoring.likelihood import LikelihoodBatch, Likelihoods
 from pe_lab.language_model import LanguageModel, load
 from pe_lab.parallel import computes_together, is_first
 from pe_lab.positional import label
@@ -204,7 +214,7 @@ class Adapter:
             pairs.append((context[-limit:], continuation))
         self._count(cut, len(pairs))
         rolling = bool(requests) and requests[0][0] is None
-        answers = Answers(self.journal, "loglikelihood_rolling" if rolling else "loglikelihood", pairs)
+        answers = RequestAnswers(self.journal, "loglikelihood_rolling" if rolling else "loglikelihood", pairs)
         with tqdm(
             total=len(pairs), disable=disable_tqdm or not is_first(), desc="Running loglikelihood requests"
         ) as bar:
@@ -252,7 +262,7 @@ class Adapter:
         groups: dict[str, list[int]] = {}
         for index, request in enumerate(requests):
             groups.setdefault(json.dumps(request.args[1], sort_keys=True, default=str), []).append(index)
-        asked: dict[int, Generation] = {}
+        asked: dict[int, GenerationRequest] = {}
         for indices in groups.values():
             until, new_tokens, sampling = self._settings(requests[indices[0]].args[1])
             if (limit := self.max_length - new_tokens) < 1:
@@ -263,9 +273,9 @@ class Adapter:
             for index in indices:
                 prompt = self.tok_encode(requests[index].args[0]) or [self.prefix_token_id]
                 seed = seed_of(self._seed, index) if sampling.get("temperature") else self._seed
-                asked[index] = Generation(prompt, limit, until, new_tokens, sampling, seed)
+                asked[index] = GenerationRequest(prompt, limit, until, new_tokens, sampling, seed)
             self._count(sum(len(asked[index].prompt) > limit for index in indices), len(indices))
-        answers = Answers(self.journal, "generate_until", [asked[index] for index in range(len(requests))])
+        answers = RequestAnswers(self.journal, "generate_until", [asked[index] for index in range(len(requests))])
         texts = [""] * len(requests)
         with tqdm(
             total=len(requests), disable=disable_tqdm or not is_first(), desc="Running generate_until requests"
@@ -295,7 +305,7 @@ class Adapter:
                 bar.update(len(batch))
         return texts
 
-    def _score(self, batch: Batch) -> dict[int, list[Any]]:
+    def _score(self, batch: LikelihoodBatch) -> dict[int, list[Any]]:
         """The total and the greedy flag of each pair of a batch."""
         return {index: [found.total, found.greedy] for index, found in self._likelihoods.read(batch)}
 
@@ -365,3 +375,71 @@ def adapter() -> type:
             return found
 
     return PeLabLM
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The values of `--model_args`; a bad value is a `ConfigError` that names its setting.
+
+
+def whole_number(name: str, given: Any, low: int, high: int) -> int:
+    """A whole number of low to high, also from a text."""
+    try:
+        number = int(str(given))
+    except ValueError:
+        number = None
+    if number is None or not low <= number <= high:
+        raise ConfigError(f"--model_args: {name} is {given!r}; give a whole number from {low:,} to {high:,}.")
+    return number
+
+
+def yes_or_no(name: str, given: Any) -> bool:
+    if not isinstance(given, bool):
+        raise ConfigError(f"--model_args: {name} is {given!r}; give True or False.")
+    return given
+
+
+def positive(name: str, given: Any) -> float:
+    """A number above 0, also from a text."""
+    try:
+        number = math.nan if isinstance(given, bool) else float(given)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise ConfigError(
+            f"--model_args: {name} is {given!r}; give a number above 0, such as the one that "
+            "`python -m pe_lab.evaluate --suite=beta` fitted."
+        )
+    return number
+
+
+def sequences_at_once(given: Any) -> int | None:
+    """A number of sequences; None for as many as memory allows."""
+    if given is None or str(given).startswith("auto"):
+        return None
+    if not re.fullmatch("[0-9]{1,9}", str(given)) or int(given) < 1:
+        raise ConfigError(f"batch_size is {given}; give a whole number of at least 1, or auto.")
+    return int(given)
+
+
+def add_bos(given: Any, tokenizer: Tokenizer) -> bool | None:
+    """Whether BOS is put before texts; None: the tokenizer's own habit."""
+    if given is None or not yes_or_no("add_bos_token", given):
+        return given
+    if tokenizer.bos_id is None:
+        raise ConfigError(
+            "--model_args: add_bos_token=True, and the tokenizer has no beginning-of-text token. Leave it out; "
+            "prefix_token_id names the token before texts without a context."
+        )
+    return True
+
+
+def with_encoding(
+    lm: LanguageModel, positional: Any, drop: Any, logit_scale: Any, attention: str | None
+) -> LanguageModel:
+    """The model under another encoding, or with another implementation of attention."""
+    if yes_or_no("drop", drop):
+        lm = lm.drop_positional()
+    if positional is not None or logit_scale is not None:
+        scale = None if logit_scale is None else positive("logit_scale", logit_scale)
+        lm = lm.with_positional(lm.layers if positional is None else positional, scale)
+    return lm if attention is None else lm.with_attention(attention)

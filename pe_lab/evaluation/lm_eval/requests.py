@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -19,7 +18,7 @@ from pe_lab.results.samples import SampleFile, SampleRecord, key
 Batch = TypeVar("Batch")
 
 
-class Generation(NamedTuple):
+class GenerationRequest(NamedTuple):
     """A request to generate a text."""
 
     prompt: list[int]
@@ -29,13 +28,6 @@ class Generation(NamedTuple):
     sampling: dict[str, Any]
     seed: int  # of its draws
 
-    def __repr__(self) -> str:
-        """The form whose digest answers on disk have, with the names of their time: `room` is `prompt_limit`."""
-        return repr(_StoredGeneration(*self))
-
-
-_StoredGeneration = namedtuple("Generation", ("prompt", "room", "until", "new_tokens", "sampling", "seed"))
-
 
 def seed_of(seed: int, index: int) -> int:
     """The seed of one request's draws; requests of one seed, or of neighbouring seeds, have different ones."""
@@ -43,7 +35,7 @@ def seed_of(seed: int, index: int) -> int:
 
 
 def generation_batches(
-    lm: LanguageModel, batch_size: int | None, asked: Mapping[int, Generation], indices: Sequence[int]
+    lm: LanguageModel, batch_size: int | None, asked: Mapping[int, GenerationRequest], indices: Sequence[int]
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Batches of requests that differ only in prompts and seeds: (indices, indices filled up to a power of two).
 
@@ -65,7 +57,7 @@ def generation_batches(
         start += len(some)
 
 
-def generate(lm: LanguageModel, batch: Sequence[Generation]) -> list[str]:
+def generate(lm: LanguageModel, batch: Sequence[GenerationRequest]) -> list[str]:
     """The text that continues each prompt."""
     first = batch[0]
     prompts = [one.prompt[-one.prompt_limit :] for one in batch]
@@ -92,7 +84,7 @@ class Journal:
 
     Attributes:
       file: None keeps nothing.
-      identity: what the answers depend on besides the requests: checkpoint_id, reading, suite, task, settings ...
+      identity: what the answers depend on besides the requests: checkpoint_id, fingerprint, suite, task, settings ...
       found: the number of answers by an earlier process.
       seconds: the time that these took.
     """
@@ -103,7 +95,7 @@ class Journal:
     seconds: float = 0.0
 
 
-class Answers:
+class RequestAnswers:
     """The answers to the requests of a call, by place, as far as they are known.
 
     The batches follow from all requests, and so may the last digits of an answer: an answer that the journal keeps

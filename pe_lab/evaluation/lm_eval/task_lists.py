@@ -89,7 +89,7 @@ def harness_version() -> str:
         ) from None
 
 
-def fingerprint(include_path: str | Path | None, besides: Path | None = None) -> str | None:
+def folder_digest(include_path: str | Path | None, besides: Path | None = None) -> str | None:
     """A digest of a folder of tasks, and of files elsewhere that its YAML files name; None without a folder.
 
     Files in the directory `besides`, of the results, do not count.

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -74,6 +75,8 @@ class Forward:
       devices: the devices to use; None: `compute_devices()`.
       whole: the most tokens of a sequence that is read in one pass.
       tensor: the devices that the weights are sharded over; 1: every device has all weights.
+      mesh: of a training run, on which the weights lie as they are: sequences are sharded over its data and fsdp axes,
+        whatever their length. Instead of `devices` and `tensor`.
 
     Attributes:
       traces: (output, length) -> how often it was traced, and so compiled.
@@ -87,13 +90,17 @@ class Forward:
         devices: Sequence[Any] | None = None,
         whole: int = WHOLE,
         tensor: int = 1,
+        mesh: Mesh | None = None,
     ):
         self.config = dataclasses.replace(config, remat="none")
         self.traces: collections.Counter[tuple[str, int]] = collections.Counter()
         self.on_tokens: OnTokens = lambda tokens: None
+        self._live = mesh is not None and mesh.size > 1
+        if mesh is not None:
+            devices = mesh.devices.flatten()
         devices = list(compute_devices() if devices is None else devices)
-        self._slopes, self._whole = slopes, whole
-        self._meshes = Meshes(devices, tensor)
+        self._slopes, self._whole = slopes, sys.maxsize if self._live else whole
+        self._meshes = OneMesh(mesh) if self._live else Meshes(devices, tensor)
         self._devices = len(devices)
         self._batch_sizes: dict[tuple[str, int, Mesh | None], int] = {}
         self._compiled: dict[tuple[str, int, Mesh | None, int], Callable[..., jax.Array]] = {}
@@ -115,7 +122,7 @@ class Forward:
         return self._placed(params, self._meshes.over_sequences)
 
     def _placed(self, params: Params, mesh: Mesh | None) -> Params:
-        if mesh is None:
+        if mesh is None or self._live:
             return params
         if mesh.shape["tensor"] > 1:
             blocks, learned = split_layers(params["layers"])
@@ -239,7 +246,7 @@ class Forward:
     ) -> Iterator[np.ndarray]:
         total, length = batch["tokens"].shape
         mesh = self._meshes.of(total, length)
-        shards = 1 if mesh is None else mesh.shape["data"]
+        shards = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
         if output == "scores":  # called many times, with few sequences or many
             size = min(per_device * shards, total) if per_device else self._batch_size(total, length, shards)
             size = -(-size // shards) * shards
@@ -321,6 +328,21 @@ class Meshes:
         return Mesh(grid, self.over_sequences.axis_names, axis_types=self.over_sequences.axis_types)
 
 
+class OneMesh:
+    """The mesh of a training run, for every batch."""
+
+    def __init__(self, mesh: Mesh):
+        self.over_sequences: Mesh | None = mesh
+
+    def shards(self, sequences: int, length: int) -> bool:
+        """See `Meshes`."""
+        return False
+
+    def of(self, sequences: int, length: int) -> Mesh | None:
+        """See `Meshes`."""
+        return self.over_sequences
+
+
 def tensor_shards(mesh: Mesh | None) -> int:
     """The devices that scoring shards weights over: those of the mesh, if processes compute together.
 
@@ -334,7 +356,7 @@ def _on(mesh: Mesh | None) -> contextlib.AbstractContextManager[None]:
 
 
 def _shard(batch: Batch, mesh: Mesh | None) -> Any:
-    return batch if mesh is None else put(batch, NamedSharding(mesh, PartitionSpec("data")))
+    return batch if mesh is None else put(batch, NamedSharding(mesh, PartitionSpec(("data", "fsdp"))))
 
 
 def _compute(

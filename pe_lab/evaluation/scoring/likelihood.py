@@ -28,7 +28,7 @@ class Likelihood(NamedTuple):
     greedy: bool
 
 
-class _Sequence(NamedTuple):
+class _ScoredSequence(NamedTuple):
     """A sequence to read once, and the continuations that are scored in it."""
 
     tokens: tuple[int, ...]
@@ -39,10 +39,10 @@ class _Sequence(NamedTuple):
         return sum(len(wanted) for _, _, wanted in self.asked)
 
 
-class Batch(NamedTuple):
+class LikelihoodBatch(NamedTuple):
     """Sequences that are read together. It depends on all pairs, not on which of them are known already."""
 
-    sequences: list[_Sequence]
+    sequences: list[_ScoredSequence]
     padded: int  # the padded number of tokens of each
     width: int  # the padded number of targets of each
     schedule_length: int | None
@@ -90,13 +90,13 @@ class Likelihoods:
         """
         batches = self.batches(pairs)
 
-        def read(chosen: Iterable[Batch]) -> Iterator[list[tuple[int, Likelihood]]]:
+        def read(chosen: Iterable[LikelihoodBatch]) -> Iterator[list[tuple[int, Likelihood]]]:
             return (list(self.read(batch)) for batch in chosen)
 
         for found in shared(batches, read, [batch.cost for batch in batches]):
             yield from found
 
-    def batches(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Batch]:
+    def batches(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[LikelihoodBatch]:
         """The pairs in batches, the longest sequences first. Each batch may be read without the others."""
         fixed = self._lm.schedule_length
         follows_length = fixed is None and any(layer.follows_length for layer in self._lm.layers)
@@ -107,7 +107,7 @@ class Likelihoods:
             # The last batch takes the rest too: a small one would be compiled for fewer sequences.
             starts = [size * i for i in range(max(1, len(sequences) // size))]
             parts = [sequences[start:end] for start, end in zip(starts, [*starts[1:], None], strict=True)]
-            found += [Batch(part, padded, width, length or fixed) for part in parts]
+            found += [LikelihoodBatch(part, padded, width, length or fixed) for part in parts]
         return found
 
     def _sequences_per_batch(self, padded: int) -> int:
@@ -117,7 +117,7 @@ class Likelihoods:
         per_device = self._per_device or 1 << (max(1, tokens // padded).bit_length() - 1)
         return STEPS * per_device * self._devices
 
-    def read(self, batch: Batch) -> Iterator[tuple[int, Likelihood]]:
+    def read(self, batch: LikelihoodBatch) -> Iterator[tuple[int, Likelihood]]:
         """(index of a pair, its likelihood) for the pairs of a batch."""
         count = len(batch.sequences)
         tokens = np.zeros((count, batch.padded), np.int32)
@@ -147,20 +147,20 @@ def _forward(config: ModelConfig, slopes: bool, devices: tuple[Any, ...], tensor
 
 def _by_length(
     pairs: Sequence[tuple[Sequence[int], Sequence[int]]], follows_length: bool
-) -> dict[tuple[int, int | None], list[_Sequence]]:
+) -> dict[tuple[int, int | None], list[_ScoredSequence]]:
     """The sequences to read, by (padded length, schedule length).
 
     The second is None if encodings do not follow the length: then padding on the right has no effect.
     """
-    sequences: dict[tuple[int, ...], _Sequence] = {}
+    sequences: dict[tuple[int, ...], _ScoredSequence] = {}
     for pair, (context, continuation) in enumerate(pairs):
         if not len(context) or not len(continuation):
             what = "context" if not len(context) else "continuation"
             raise ConfigError(f"Pair {pair} has no token in its {what}; there must be one to read and one to score.")
         whole = (*map(int, context), *map(int, continuation))
-        sequence = sequences.setdefault(whole[:-1], _Sequence(whole[:-1], []))
+        sequence = sequences.setdefault(whole[:-1], _ScoredSequence(whole[:-1], []))
         sequence.asked.append((pair, len(context) - 1, whole[len(context) :]))
-    groups: dict[tuple[int, int | None], list[_Sequence]] = {}
+    groups: dict[tuple[int, int | None], list[_ScoredSequence]] = {}
     for sequence in sorted(sequences.values(), key=lambda sequence: (-len(sequence.tokens), sequence.tokens)):
         length = len(sequence.tokens)
         groups.setdefault((padded_length(length), length if follows_length else None), []).append(sequence)

@@ -18,7 +18,7 @@ from pe_lab.storage import AnyPath
 SIZES = ("laptop", "paper", "quick")
 # At the papers' sizes a model reads one corpus, and is asked for the needles of DroPE's Table 1: the mean of its tasks.
 PAPER_METRICS = {r": validation prose\b": ": validation", r": needles (?=[0-9{])": ": niah "}
-PAPER_EVALUATION = ("--suite=perplexity,niah:multi_query,niah:multi_key,niah:multi_value", "--methods=all")
+PAPER_EVALUATION = ("--suite=perplexity,niah:multi_query,niah:multi_key,niah:multi_value", "--variants=all")
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def scores(directory: AnyPath) -> dict[str, float]:
     """The numbers of `pe_lab.evaluate` for the last checkpoint: `text 4x`, `needles 4x YaRN`, `niah:standard 2x`.
 
     Texts are the loss in nats per token, the mean over the sources; needles and prompted tasks the share found, and
-    `niah 2x` the mean over the tasks of a suite. At the end is the name of a method other than as trained.
+    `niah 2x` the mean over the tasks of a suite. At the end is the name of a variant other than as trained.
     """
     (run,) = read_runs([directory])
     last, found = run.phases[-1].name, {}
@@ -46,7 +46,7 @@ def scores(directory: AnyPath) -> dict[str, float]:
                 continue
             kind = str(record.get("suite", ""))
             source = str(record.get("source"))
-            method = str(record.get("method", ""))
+            method = str(record.get("variant", ""))
             variant = "" if method == VARIANTS[0] else f" {method}"
             value = cell.score if cell.higher_is_better else -cell.score  # nats, not a perplexity
             for of in ("",) if kind in SUITES else ("", f":{source}"):

@@ -221,7 +221,7 @@ def test_the_number_of_a_suite_is_the_mean_of_its_tasks(tmp_path):
     }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(json.dumps(content))
-    about = {"suite": "niah", "phase": "pretrain", "step": 1, "method": "YaRN", "length": 8, "factor": 2, "samples": 4}
+    about = {"suite": "niah", "phase": "pretrain", "step": 1, "variant": "YaRN", "length": 8, "factor": 2, "samples": 4}
     rows = [
         {**about, "source": task, "score": score} for task, score in {"multi_key": 0.25, "multi_query": 0.75}.items()
     ]
@@ -238,7 +238,7 @@ def test_a_claim_at_its_papers_size():
     assert child.parent is not None and child.parent.recipe == "configs/drope_16b.py:drop=16000"
     assert recovery.rule[0] == "drope: validation < rope: validation + 0.05" and recovery.evaluation is None
     needles = load_claim("drop_needles").at("paper")
-    assert [arm.parent for arm in needles.arms] == [None] * 3 and "--methods=all" in needles.evaluation
+    assert [arm.parent for arm in needles.arms] == [None] * 3 and "--variants=all" in needles.evaluation
     assert "drope: niah 2x > each of (rope: niah 2x; rope: niah 2x PI" in needles.rule[0]
     assert "if rope: niah 2x YaRN <= 0.98" in needles.rule
     assert "if nope: validation - trigram: validation <= 0" in needles.rule
@@ -261,7 +261,7 @@ CLAIM = Claim(
     paper="none",
     arms=(DROPPED,),
     criteria=(Criterion("few needles", "dropped: needles 2x", lower=True, by=1.0),),
-    evaluation=("--suite=needles", "--lengths=2x", "--methods=as-trained"),
+    evaluation=("--suite=needles", "--lengths=2x", "--variants=as-trained"),
     measure=together(scores, losses),
     curves={"needles": {"found": "dropped: needles {x}x"}},
 )

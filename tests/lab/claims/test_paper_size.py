@@ -22,7 +22,7 @@ def get_config(arg=""):
     phase = dict(name="pretrain", steps=2, positional=arg, sequence_length=1024, batch_size=2)
     config.phases = [phase | dict(optimizer={"warmup_steps": 1})]
     config.log = dict(every_steps=1, validate_every_steps=2, validation_batches=1)
-    config.evaluation = dict(tokens=8192, fit_tokens=8192, factors=[1, 2, 4, 8])
+    config.evaluation = dict(factors=[1, 2, 4, 8], options=dict(tokens=8192, fit_tokens=8192))
     return config
 """
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Float, Shaped
@@ -13,8 +14,12 @@ from jaxtyping import Float, Shaped
 from pe_lab.config import DataConfig
 from pe_lab.data.held_out import CHAT_TOKEN, held_out_batch, held_out_tokens
 from pe_lab.errors import ConfigError, DataError
-from pe_lab.evaluation.tasks.task import Suite
+from pe_lab.evaluation.suite import SuiteMetric, TokenSuite, option
 from pe_lab.terminal import positive
+
+if TYPE_CHECKING:
+    from pe_lab.evaluation.measure import Evaluation, MeasurementUnit
+    from pe_lab.results.records import Record
 
 Batch = Mapping[str, np.ndarray]
 POOL = 64  # tiles are chosen from this many times the tokens that are asked for
@@ -228,19 +233,121 @@ def standard_error(deviations: Float[np.ndarray, " n"], total: float) -> float |
     return float(np.sqrt((deviations**2).sum() * n / (n - 1)) / total) if n > 1 else None
 
 
-SUITE = Suite(
-    name="perplexity",
-    title="Perplexity",
-    flags={
-        "--tokens": {"type": positive, "help": "held-out tokens per perplexity"},
-        "--stride": {
-            "type": positive,
-            "help": "perplexity by sliding windows that advance by so many tokens",
-        },
-        "--per-document": {
-            "action": "store_true",
-            "help": "perplexity of every document by itself, from its first token",
-        },
-        "--by-position": {"action": "store_true", "help": "also print perplexity by position in the sequence"},
-    },
-)
+# --------------------------------------------------------------------------------------------------------------------
+# The suite
+
+
+@dataclass(frozen=True)
+class HeldOutSettings:
+    """What chooses the held-out tokens: those that are scored, and those that a logit scale is fitted on."""
+
+    tokens: int = option(65536, "held-out tokens per perplexity", positive)
+    fit_tokens: int = option(16384, "other held-out tokens, for a logit scale", positive)
+
+
+@dataclass(frozen=True)
+class PerplexitySettings(HeldOutSettings):
+    stride: int | None = option(None, "perplexity by sliding windows that advance by so many tokens", positive)
+    crop_steps: int = option(4, "the cropped context advances by the training length / crop_steps", positive)
+
+
+class Perplexity(TokenSuite):
+    name = "perplexity"
+    title = "Perplexity"
+    metrics = (SuiteMetric("perplexity", "perplexity", higher_is_better=False, interval="log"),)
+    judged = by_default = True
+    settings = PerplexitySettings
+
+    def impossible(self, evaluation: Evaluation) -> str:
+        return "" if evaluation.text_sources else f"its data ({evaluation.source_names}) holds out no text"
+
+    def check(self, evaluation: Evaluation) -> list[str]:
+        stride = evaluation.settings(self).stride
+        if stride and stride > min(evaluation.lengths):
+            raise ConfigError(
+                f"--stride={stride} is more than the shortest length, {min(evaluation.lengths)}: windows would leave "
+                "tokens out. Give a smaller one."
+            )
+        return missing_tokens(evaluation)
+
+    def cost(self, settings: PerplexitySettings, length: int) -> int:
+        return settings.tokens
+
+    def source_name(self, evaluation: Evaluation, unit: MeasurementUnit) -> str | None:
+        stride = evaluation.settings(self).stride
+        more = f", windows sliding by {stride}" if stride else ""
+        return f"{super().source_name(evaluation, unit)}{more}"
+
+    def identity(self, evaluation: Evaluation, unit: MeasurementUnit) -> Record:
+        given = {}
+        if unit.variant.crop is not None or evaluation.settings(self).stride:
+            given["stride"] = self._stride(evaluation, unit)
+        return given | text_identity(evaluation, [unit.source])
+
+    def measure(self, evaluation: Evaluation, unit: MeasurementUnit) -> Record:
+        """The mean loss of the tiles in windows, sliding windows, or crops of the training length."""
+        variant, text = unit.variant, text_of(evaluation, unit.source)
+        layers, subject = variant.layers_at(unit.length), variant.subject
+        losses = evaluation.losses(variant, layers)
+        size = min(unit.length, variant.crop or unit.length)
+        stride = evaluation.settings(self).stride
+        if stride:
+            kind, length = "sliding", text.tile
+            read = Cropped(text, size, min(stride, size), losses)
+        elif size < unit.length:
+            kind, length = "cropped", unit.length
+            crops = functools.partial(Cropped, text, size, self._stride(evaluation, unit), losses)
+            read = evaluation.remember(("crops", subject.id, unit.source), crops)
+        else:
+            kind, length = "windows", unit.length
+            read = functools.partial(window_losses, text, losses=losses)
+        found = evaluation.remember(
+            (kind, subject.id, layers, size, length, unit.source),
+            lambda: summarize(*read(length), len(text.score)),
+        )
+        return {**found, "tiles": list(text.score_index)}
+
+    def _stride(self, evaluation: Evaluation, unit: MeasurementUnit) -> int:
+        settings = evaluation.settings(self)
+        return settings.stride or max(1, unit.variant.training_length // settings.crop_steps)
+
+
+SUITE = Perplexity()
+
+
+def text_of(evaluation: Evaluation, source: int) -> HeldOut:
+    """The held-out tiles of a source of text, opened once."""
+    settings = evaluation.settings(SUITE)
+    return evaluation.remember_data(
+        ("text", source),
+        lambda: held_out(
+            evaluation.data,
+            source,
+            evaluation.mixture.sources[source].name,
+            evaluation.lengths,
+            settings.tokens,
+            settings.fit_tokens,
+            evaluation.mixture.tokenizer.eos_id,
+        ),
+    )
+
+
+def text_identity(evaluation: Evaluation, sources: Sequence[int]) -> Record:
+    """What chooses the tokens to score and those to fit on, of these sources of text."""
+    settings = evaluation.settings(SUITE)
+    return {
+        "tile": [text_of(evaluation, i).tile for i in sources],
+        "tokens": settings.tokens,
+        "fit_tokens": settings.fit_tokens,
+        "data": [evaluation.fingerprint(i) for i in sources],
+    }
+
+
+def missing_tokens(evaluation: Evaluation) -> list[str]:
+    """Opens all text; sentences about tokens that there are not, or that lengths leave out."""
+    tokens = evaluation.settings(SUITE).tokens
+    return [
+        sentence
+        for source in evaluation.text_sources
+        for sentence in text_of(evaluation, source).missing(evaluation.lengths, tokens)
+    ]

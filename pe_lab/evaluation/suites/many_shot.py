@@ -15,9 +15,9 @@ from typing import Any
 
 from pe_lab.data.tokenizers import Tokenizer
 from pe_lab.errors import ConfigError, DataError
+from pe_lab.evaluation.generation.tasks import Draft, Lazy, Sample, Scores, SizedTask, half_pair, random_for
 from pe_lab.evaluation.scoring.math_answers import final_answer, last_boxed, same_answer
-from pe_lab.evaluation.tasks.fitting import Draft, SizedTask
-from pe_lab.evaluation.tasks.task import Lazy, Sample, Scores, Suite, half_pair, random_for
+from pe_lab.evaluation.suite import PromptSuite, SuiteMetric, option
 from pe_lab.storage import at_home, read_records
 from pe_lab.terminal import positive
 
@@ -144,7 +144,7 @@ class ZeroShotTask:
         return {"problems": self.fingerprint, "max_new_tokens": self.max_new_tokens}
 
     def samples(self, tokenizer: Tokenizer, length: int | None, count: int, seed: int) -> Sequence[Sample]:
-        """See `Task`."""
+        """See `PromptTask`."""
         order = _order(self.problems, seed)[:count]
 
         def make(index: int) -> Sample:
@@ -218,31 +218,28 @@ def read_problems(path: Path) -> tuple[Problem, ...]:
     return problems
 
 
-SUITE = Suite(
-    name="many_shot",
-    title="Many-shot learning",
-    protocol=2,
-    about="A task explained by examples alone, as many as the length holds.",
-    tasks=(*SAMPLES, *ZERO_SHOT),
-    samples=SAMPLES | ZERO_SHOT,
-    flags={
-        "--problems": {
-            "type": Path,
-            "metavar": "FILE",
-            "help": "JSON lines with problem, solution, answer (many_shot)",
-        },
-        "--max-new-tokens": {
-            "type": positive,
-            "default": NEW_TOKENS,
-            "help": f"of many_shot's answers (default {NEW_TOKENS})",
-        },
-        "--buffer": {
-            "type": positive,
-            "default": BUFFER,
-            "help": f"tokens that many_shot's exemplars leave free (default {BUFFER})",
-        },
-    },
-    open=lambda names, arguments, limits: many_shot_tasks(
-        arguments.problems, names, arguments.max_new_tokens, arguments.buffer
-    ),
-)
+@dataclass(frozen=True)
+class ManyShotSettings:
+    problems: Path | None = option(None, "JSON lines with problem, solution, answer", Path, "FILE")
+    samples: int | None = option(None, "a task and length (default: the paper's)", positive)
+    max_new_tokens: int = option(NEW_TOKENS, f"of an answer (default {NEW_TOKENS})", positive)
+    buffer: int = option(BUFFER, f"tokens that the exemplars leave free (default {BUFFER})", positive)
+
+
+class ManyShot(PromptSuite):
+    name = "many_shot"
+    title = "Many-shot learning"
+    protocol = 2
+    about = "A task explained by examples alone, as many as the length holds."
+    metrics = (SuiteMetric("score", "accuracy", unit="%", interval="wilson"),)
+    tasks = (*SAMPLES, *ZERO_SHOT)
+    samples = SAMPLES | ZERO_SHOT
+    settings = ManyShotSettings
+
+    def open(
+        self, names: Sequence[str], settings: ManyShotSettings, limits: Sequence[int | None] = (None,)
+    ) -> list[ManyShotTask | ZeroShotTask]:
+        return many_shot_tasks(settings.problems, names, settings.max_new_tokens, settings.buffer)
+
+
+SUITE = ManyShot()

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from pe_lab.errors import DataError, did_you_mean
+from pe_lab.evaluation.generation.tasks import Sample
 from pe_lab.evaluation.scoring.metrics import CONTROL, string_match_all, string_match_part
-from pe_lab.evaluation.tasks.ruler.suite import TASKS
-from pe_lab.evaluation.tasks.task import Sample
+from pe_lab.evaluation.suites.ruler import SUITE, TASKS
 from pe_lab.results.intervals import mean_of
 from pe_lab.results.records import Record
 from pe_lab.results.samples import SampleRecord
@@ -96,7 +96,7 @@ def score_predictions(directory: Path) -> list[Record]:
         above = itertools.takewhile(lambda part: not part.isdecimal() and part != "pred", inside)
         scored.append(
             {
-                "suite": "ruler",
+                "suite": SUITE.name,
                 "source": task,
                 "run": directory.name,
                 "label": "/".join(above) or "predictions",
@@ -125,14 +125,13 @@ def write_answers(
 
     Args:
       run: its name.
-      groups: `Prompted.answered()`.
+      groups: those of RULER's tasks, as `Prompted.answered` gives them.
     """
     for group, samples, answered in groups:
-        if group.task.suite == "ruler":
-            name = f"{run}-{group.variant.subject.path}-{group.variant.label}"
-            where = directory / re.sub(r"\W+", "-", name).strip("-") / str(group.length)
-            write_predictions(where / "pred" / f"{group.task.name}.jsonl", group.task.name, answered)
-            write_prompts(where / "data" / group.task.name / "validation.jsonl", group.task.name, samples)
+        name = f"{run}-{group.variant.subject.path}-{group.variant.label}"
+        where = directory / re.sub(r"\W+", "-", name).strip("-") / str(group.length)
+        write_predictions(where / "pred" / f"{group.task.name}.jsonl", group.task.name, answered)
+        write_prompts(where / "data" / group.task.name / "validation.jsonl", group.task.name, samples)
     console().print(f"RULER's files: {directory}")
 
 

@@ -1,0 +1,35 @@
+"""Tasks of lm-evaluation-harness, which `pe_lab.evaluation.lm_eval` runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pe_lab.evaluation.suite import Runner, Suite, SuiteMetric, option
+from pe_lab.evaluation.suites.longbench import CHAT
+from pe_lab.terminal import natural, positive
+
+
+@dataclass(frozen=True)
+class HarnessSettings:
+    samples: int | None = option(None, "documents a task (default: all)", positive)
+    chat: bool = option(False, CHAT)
+    lm_eval_tasks: str | None = option(None, "where it finds more tasks (YAML)", metavar="DIR")
+    num_fewshot: int | None = option(None, "examples in its prompts (default: the task's)", natural)
+
+
+class HarnessSuite(Suite):
+    name = "lm_eval"
+    title = "lm-evaluation-harness"
+    about = "Scores as EleutherAI's lm-evaluation-harness computes them, ± its own standard errors."
+    metrics = (SuiteMetric("score", "score", unit="%"),)
+    average_of = 0
+    tasks = None
+    settings = HarnessSettings
+
+    def runner(self) -> Runner:
+        from pe_lab.evaluation.lm_eval.harness import open_harness
+
+        return open_harness
+
+
+SUITE = HarnessSuite()

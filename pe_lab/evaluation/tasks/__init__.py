@@ -1,1 +1,0 @@
-"""The suites, one file or package each, and what they share."""
