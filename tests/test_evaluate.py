@@ -188,7 +188,7 @@ def test_an_external_checkpoint_is_measured_on_text_that_is_given(tmp_path, caps
     ("arguments", "message"),
     [
         (["--suite=needle"], "Did you mean 'needles'?"),
-        (["--suite=niah", "--per-document", "--text=*.txt"], "leave --suite out"),
+        (["--suite=no.py:SUITE"], "there is no file"),
         (["--variants=yarm"], "Did you mean 'yarn'?"),
         (["--lengths=3q"], "'3q' is no length"),
         (["--lengths=1x,1g"], "'1g' is no length"),
@@ -196,7 +196,7 @@ def test_an_external_checkpoint_is_measured_on_text_that_is_given(tmp_path, caps
         (["--tokens=0"], "argument --tokens: '0' is not"),
         (["--windows=-1"], "argument --windows: '-1' is not"),
         (["--stride=17"], "--stride=17 is more than the shortest length, 16"),
-        (["--per-document"], "--per-document needs a text"),
+        (["--suite=documents"], "--suite=documents needs a text"),
         (["--from=,"], "names nothing"),
         (["--suite=niah", "--haystack=noise", "--lengths=1x"], "the shortest take"),
         (["--suite=niah", "--haystack=nothing/*.txt"], "matches no file"),

@@ -61,17 +61,17 @@ def test_needles_of_two_models_under_two_variants(run, tmp_path, capsys):
 def test_documents_one_by_one(run, tmp_path, capsys):
     texts = ["A short one.", "x", "A longer one, of " + "many words and " * 8]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    argv = [f"--from={run / 'pretrain'}", f"--text=jsonl:{tmp_path}/texts.jsonl", "--suite=perplexity",
-            "--per-document", "--lengths=1x,4x", f"--out={tmp_path / 'out'}"]  # fmt: skip
+    argv = [f"--from={run / 'pretrain'}", f"--text=jsonl:{tmp_path}/texts.jsonl", "--suite=documents",
+            "--lengths=1x,4x", f"--out={tmp_path / 'out'}"]  # fmt: skip
     assert main(argv) == 0
-    assert "each document by itself" in capsys.readouterr().out
+    assert "Perplexity of documents" in capsys.readouterr().out
     found = lines(tmp_path / "out" / "samples" / "documents.jsonl")
     assert [(line["length"], line["scored"]) for line in found] == [
         (length, len(text) - 1) for length in (16, 64) for text in texts
     ]
     short, none, long = found[3:]
     assert none["nll"] is None and short["perplexity"] > 1
-    row = next(row for row in lines(tmp_path / "out" / "perplexity.jsonl") if row["length"] == 64)
+    row = next(row for row in lines(tmp_path / "out" / "documents.jsonl") if row["length"] == 64)
     total = short["nll"] * short["scored"] + long["nll"] * long["scored"]
     assert row["nll"] == pytest.approx(total / row["tokens"], abs=1e-5) and row["documents"]["count"] == 2
     before = (tmp_path / "out" / "samples" / "documents.jsonl").read_bytes()

@@ -19,15 +19,15 @@ WORDS = [
     (r"\b(cut|spread) over\b", "sharded over", "", ""),
     (r"\b[Tt]runk\b", "embedder", "", ""),
     (r"\b[Ss]elf[ _-]bias\b", "diagonal bias", "", ""),
-    (r"\b[Ww]ays? of reading\b|\bReaders?\b|(?<!\")\bread_as\b", "variant", "", ""),  # a key of sample records
+    (r"\b[Ww]ays? of reading\b|\bReaders?\b|\bread_as\b", "variant", "", ""),
     (r"\b[Aa]nswerers?\b|\b[Hh]eard\b", "generation backend, on_tokens", "", ""),
     (r"\bsaid\b", "display_name, or a plain verb", "", ""),
     (r"\bheld\b(?![- ]out)", "slot positions, kept, stored", "", ""),
     (r"(?<!\")\bfacts\b", "metadata", r"pe_lab/", r"data/needles|suites/needles"),  # an option of the needles source
     (r"\b[Ff]oreign\b", "external", "", ""),
     (r"\b(bring|take)_(in|out)\b|\b([Bb]rings?|[Bb]rought|[Tt]akes?|[Tt]ook) (in|out)\b", "import, export", "", ""),
-    (r"\b[Vv]erbs?\b|\b[Nn]ouns?\b", "command, library", "", r"tasks/(haystacks|ruler)"),  # parts of speech
-    (r"\b[Rr]ooms?\b", "package", "", r"lm_eval/requests"),  # the stored form of kept answers
+    (r"\b[Vv]erbs?\b|\b[Nn]ouns?\b", "command, library", "", r"suites/(niah|ruler)"),  # parts of speech
+    (r"\b[Rr]ooms?\b", "package", "", ""),
     (r"\bas it comes\b|\bwhat there is\b|\bwhat differs\b", "say the thing", "", ""),
     (r"\b[Ll]ong(er)? texts?\b|\btexts? of [\w ,]{0,24}tokens\b|\bcut (a|the) texts?\b", "sequence", "", ""),
     (r"\b[Ss]tud(y|ies|ied|ying)\b", "analysis (of a model), claim (of a paper)", "", ""),

@@ -15,7 +15,7 @@ from pe_lab.data.tokenizers import Tokenizer
 from pe_lab.errors import ConfigError
 from pe_lab.evaluation.generation.prompted import SEED, Prompted
 from pe_lab.evaluation.measure import Evaluation, EvaluationPlan, Forwards
-from pe_lab.evaluation.suite import PromptSuite, TokenSuite
+from pe_lab.evaluation.suite import PromptSuite, TokenSuite, read_settings
 from pe_lab.evaluation.suites import SUITES, open_tasks
 from pe_lab.evaluation.variants import Subject, all_variants
 from pe_lab.language_model import LanguageModel
@@ -79,6 +79,18 @@ class LiveEvaluation:
         self._forwards: Forwards = {}
         self._opened: dict[Any, Any] = {}
         self._prompts: dict[Any, Any] = {}
+
+    def cost(self) -> int:
+        """Tokens that one `measure` reads, about; each takes a forward pass of the model."""
+        options, lengths = self._plan.options, self._plan.lengths
+        tokens = 0
+        for name in self._plan.suites:
+            settings = read_settings(SUITES[name], options)
+            tokens += sum(SUITES[name].cost(settings, length) for length in lengths)
+        for task in self._tasks:
+            count = options.get("samples") or SUITES[task.suite].samples.get(task.name, 0)
+            tokens += sum(count * length for length in lengths)
+        return tokens * len(self._plan.variants)
 
     def measure(self, params: Params, step: int, tokens: int | None = None) -> list[Record]:
         """The records of the parameters of a step. `tokens` were trained on up to it."""

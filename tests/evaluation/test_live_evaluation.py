@@ -61,6 +61,7 @@ def numbers(records):
 def test_the_records_are_those_of_a_checkpoint_and_the_second_call_compiles_nothing(data, tmp_path, compiled, capsys):
     made, mesh = [], make_mesh(MeshConfig(), tiny.one_device())
     inside = live(data, mesh=mesh)
+    assert inside.cost() == len(VARIANTS) * (2 * 512 + 16 * sum(LENGTHS))
     for step in (3, 6):
         compiled.clear()
         made.append(inside.measure(tiny.parameters(seed=step // 3 - 1), step, tokens=160 * step))
