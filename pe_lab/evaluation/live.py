@@ -35,7 +35,8 @@ class LiveEvaluation:
       layers: the encodings of the phase.
       training_length: of the phase, in tokens.
       data: where text and needles come from.
-      suites: suite -> tasks, as `parse_suites` returns them; such that score tokens or ask prompts.
+      suites: suite -> tasks, as `parse_suites` returns them; such that score tokens or ask prompts. None: those that
+        are measured by default, as far as the data has a source for them.
       lengths: in tokens.
       variants: names of variants; (): as trained.
       options: of the suites, by name.
@@ -54,7 +55,7 @@ class LiveEvaluation:
         layers: Sequence[Layer],
         training_length: int,
         data: DataConfig,
-        suites: Mapping[str, Sequence[str]],
+        suites: Mapping[str, Sequence[str]] | None,
         lengths: Sequence[int],
         variants: Sequence[str] = (),
         options: Mapping[str, Any] | None = None,
@@ -64,13 +65,13 @@ class LiveEvaluation:
         run: str = "run",
         phase: str = "",
     ):
-        for name in suites:
+        for name in suites or ():
             if not isinstance(SUITES[name], TokenSuite | PromptSuite):
                 raise ConfigError(f"The suite {name} is not measured in training: evaluate a checkpoint.")
-        scored = tuple(name for name in suites if isinstance(SUITES[name], TokenSuite))
+        scored = None if suites is None else tuple(name for name in suites if isinstance(SUITES[name], TokenSuite))
         names = tuple(variants) or ("as trained",)
         self._plan = EvaluationPlan(tuple(lengths), scored, names, options=options or {}, seed=seed or 0)
-        asked = {name: tasks for name, tasks in suites.items() if name not in scored}
+        asked = {name: tasks for name, tasks in (suites or {}).items() if name not in scored}
         self._tasks = open_tasks(asked, self._plan.options, self._plan.lengths)
         self._seed = SEED if seed is None else seed
         self._model, self._layers, self._tokenizer = complete(model), tuple(layers), tokenizer
@@ -84,7 +85,8 @@ class LiveEvaluation:
         """Tokens that one `measure` reads, about; each takes a forward pass of the model."""
         options, lengths = self._plan.options, self._plan.lengths
         tokens = 0
-        for name in self._plan.suites:
+        default = [s.name for s in SUITES.values() if s.by_default and isinstance(s, TokenSuite) and s.fits is None]
+        for name in default if self._plan.suites is None else self._plan.suites:
             settings = read_settings(SUITES[name], options)
             tokens += sum(SUITES[name].cost(settings, length) for length in lengths)
         for task in self._tasks:
@@ -97,7 +99,7 @@ class LiveEvaluation:
         subject = self._subject(params, step, tokens)
         records: list[Record] = []
         with tempfile.TemporaryDirectory() as directory:
-            if self._plan.suites:
+            if self._plan.suites != ():
                 evaluation = Evaluation(
                     [subject],
                     self._data,

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
 import numpy as np
 
+from pe_lab.evaluation.live import LiveEvaluation
+from pe_lab.evaluation.suites import SUITES, parse_suites
 from pe_lab.model import Model, Params
 from pe_lab.model.learned import learned_values, split_layers
 from pe_lab.positional import Schedule
+from pe_lab.results.records import Record
 from pe_lab.training.plan import PhasePlan
 from pe_lab.training.run import Run, held_out_batches
 from pe_lab.training.step import Shardings, compile_loss, place_batch
@@ -61,6 +65,54 @@ def validation(run: Run, phase: PhasePlan, shardings: Shardings, schedule: Sched
         return found | learned(params)
 
     return Evaluator("validation", measure, log.validate_every_steps)
+
+
+def suites(run: Run, phase: PhasePlan) -> Evaluator:
+    """The suites of `config.evaluation` on the parameters in memory; see `evaluation.live`.
+
+    Each number is the main metric of a suite, named SUITE/LENGTH/SOURCE/VARIANT: `needles/256/needles/YaRN`. The variant
+    as trained has no name.
+
+    Raises:
+      UserError: from the first measurement, for a suite, a variant or a length that is impossible.
+    """
+    asked = run.config.evaluation
+    length, tokens = phase.config.sequence_length, phase.tokens_per_step
+
+    @functools.cache
+    def opened() -> LiveEvaluation:
+        return LiveEvaluation(
+            run.models[phase.index].config,
+            phase.layers,
+            length,
+            run.config.data,
+            parse_suites(",".join(asked.suites)) if asked.suites else None,
+            [factor * length for factor in asked.factors],
+            asked.variants,
+            asked.options,
+            asked.seed,
+            run.tokenizer,
+            run.mesh,
+            run.config.name,
+            phase.name,
+        )
+
+    def measure(step: int, params: Params) -> dict[str, float]:
+        return main_numbers(opened().measure(params, step, step * tokens))
+
+    return Evaluator("suites", measure, asked.every_steps)
+
+
+def main_numbers(records: Sequence[Record]) -> dict[str, float]:
+    """The main metric of each record, as `suites` names it; what is not finite is left out."""
+    found = {}
+    for record in records:
+        variant = "" if record["variant"] == "as trained" else record["variant"]
+        parts = (record["suite"], str(record["length"]), record.get("source", ""), variant)
+        value = record.get(SUITES[record["suite"]].metrics[0].key)
+        if value is not None and math.isfinite(value):
+            found["/".join(filter(None, parts))] = float(value)
+    return found
 
 
 def learned_numbers(model: Model, shardings: Shardings) -> Callable[[Params], dict[str, float]]:

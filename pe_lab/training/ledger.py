@@ -26,6 +26,7 @@ BUCKETS = (
     "data_wait",
     "step",
     "validation",
+    "suites",  # measured inside training
     "save_blocking",  # the loop waits for a checkpoint
     "restore",
     "replayed_steps",  # trained before, by an earlier start or before a rewind
@@ -212,8 +213,8 @@ def balance(records: Sequence[Mapping[str, Any]]) -> Balance:
 # The time of a step
 
 # What the loop waits for. The rest of a step's time is the host's own: starting programs and writing logs.
-WAITS = ("device", "input", "validation", "checkpoint")
-_BUCKETS = {"input": "data_wait", "validation": "validation", "checkpoint": "save_blocking"}  # of the ledger
+WAITS = ("device", "input", "validation", "suites", "checkpoint")
+_BUCKETS = {"input": "data_wait", "validation": "validation", "suites": "suites", "checkpoint": "save_blocking"}
 
 
 class StepTimes:

@@ -20,7 +20,7 @@ from pe_lab.parallel.stopping import Stopped, StopRequests, stop_requests
 from pe_lab.positional import Schedule, describe, label
 from pe_lab.storage import AnyPath
 from pe_lab.terminal import Progress, waiting
-from pe_lab.training.evaluators import Evaluator, validation
+from pe_lab.training.evaluators import Evaluator, suites, validation
 from pe_lab.training.ledger import StepTimes
 from pe_lab.training.logs import (
     PhaseLogs,
@@ -296,6 +296,8 @@ def _programs(
     if every:
         replay = Replay(every, *how, config.compiler_options, run.out.print, inputs.distilled)
     evaluators = [validation(run, phase, shardings, schedule)]
+    if config.evaluation.every_steps:
+        evaluators.append(suites(run, phase))
     return PhasePrograms(shardings, train_step, inputs, replay, evaluators, run.plan.flops(phase).plus(inputs.flops))
 
 
