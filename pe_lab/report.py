@@ -17,7 +17,7 @@ from pe_lab.page.document import build_page, headline
 from pe_lab.page.export import INDEX, export_files
 from pe_lab.page.files import read_formats
 from pe_lab.page.heat_picture import KINDS, draw_heat_maps, needle_table
-from pe_lab.results.runs import Run, read_runs
+from pe_lab.results.runs import RunFiles, read_runs
 from pe_lab.storage import AnyPath, check_place, write_file, write_files
 from pe_lab.terminal import argument_parser, works_on
 
@@ -69,7 +69,7 @@ def expand(given: Sequence[AnyPath]) -> list[AnyPath]:
     return directories
 
 
-def write_heat_maps(runs: Sequence[Run], path: AnyPath, suite: str | None, task: str | None) -> None:
+def write_heat_maps(runs: Sequence[RunFiles], path: AnyPath, suite: str | None, task: str | None) -> None:
     """Writes the picture of needles by depth and length."""
     kind = path.suffix.lower().removeprefix(".")
     if kind not in KINDS:

@@ -34,7 +34,7 @@ def row(
         "checkpoint_id": "c1",
         "step": 800,
         "model": model,
-        "method": method,
+        "variant": method,
         "label": label,
         "length": length,
         "factor": None if length is None else length / 64,

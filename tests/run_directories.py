@@ -158,7 +158,7 @@ def write_evaluation(root: Path, name: str, methods: Mapping, training_length: i
                 "checkpoint": f"{phase}/checkpoints/800",
                 "step": 800,
                 "model": model,
-                "method": method,
+                "variant": method,
                 "label": label,
                 "length": length,
                 "factor": factor,

@@ -17,7 +17,7 @@ from pe_lab.data.shards import open_prepared
 from pe_lab.data.sources import source as sources
 from pe_lab.data.tokenizers import load_tokenizer
 from pe_lab.results.records import RecordFile
-from pe_lab.results.samples import SampleFile
+from pe_lab.results.records import SampleFile
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def copies(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_results_and_samples_are_kept_and_replaced(bucket):  # noqa: F811
     out = storage.path("--out", f"{bucket.url}/run/evaluation")
-    key = {"run": "r", "checkpoint": "c", "method": "m", "length": 16, "seed": 0, "source": "s"}
+    key = {"run": "r", "checkpoint": "c", "variant": "m", "length": 16, "seed": 0, "source": "s"}
     RecordFile(out / "niah.jsonl").put([{**key, "accuracy": 0.25}, {**key, "length": 32, "accuracy": 0.5}])
     records = RecordFile(out / "niah.jsonl")
     records.put([{**key, "accuracy": 0.75}])

@@ -58,7 +58,7 @@ def test_an_evaluation_measures_the_same(earlier):
     assert pe_lab.evaluate.main(["--from=run", "--suite=perplexity"]) == 0
     name = "evaluation/perplexity.jsonl"
     records = [
-        {(r["checkpoint"], r["method"], r["length"]): r["nll"] for r in map(json.loads, path.read_text().splitlines())}
+        {(r["checkpoint"], r["variant"], r["length"]): r["nll"] for r in map(json.loads, path.read_text().splitlines())}
         for path in (EARLIER / "expected" / name, earlier / "run" / name)
     ]
     expected, found = records

@@ -98,7 +98,7 @@ def test_weights_under_another_encoding_are_rows_of_their_own(run, tmp_path, cap
     printed = capsys.readouterr().out
     assert "RoPE with rope:base=500" in printed and "RoPE with nope" in printed
     found = rows(out, "perplexity")
-    assert {(r["label"], r["method"], r["positional"]) for r in found} == {
+    assert {(r["label"], r["variant"], r["positional"]) for r in found} == {
         ("RoPE", "as trained", "rope(base=10000)"),
         ("RoPE with rope:base=500", "rope:base=500", "rope(base=500)"),
         ("RoPE with nope", "nope", "nope"),
@@ -171,7 +171,7 @@ def test_text_files_of_ones_own_are_measured_whole(run, tmp_path, capsys):
     # Of all the text (a byte is a token), the larger part is scored, and the rest kept to fit a logit scale on.
     (scored,) = {r["tokens"] for r in found}
     assert sum(map(len, texts)) / 2 < scored < sum(map(len, texts))
-    by = {(r["method"], r["length"]): r["perplexity"] for r in found}
+    by = {(r["variant"], r["length"]): r["perplexity"] for r in found}
     assert len(by) == 4 and by["dropped", 16] != by["as trained", 16]
     assert "dropped and not recalibrated" in capsys.readouterr().out
 

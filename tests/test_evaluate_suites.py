@@ -84,7 +84,7 @@ def test_sliding_windows_score_the_same_text_with_more_context(run, tmp_path, ca
     assert main([*argv, "--stride=4"]) == 0 and main(argv) == 0
     assert "windows sliding by 4" in capsys.readouterr().out
     rows = {
-        (row["method"], row["length"], "sliding" in row["source"]): row for row in lines(tmp_path / "perplexity.jsonl")
+        (row["variant"], row["length"], "sliding" in row["source"]): row for row in lines(tmp_path / "perplexity.jsonl")
     }
     whole, sliding = (rows["as trained", 64, slides] for slides in (False, True))
     assert whole["nll"] == sliding["nll"] and whole["tokens"] == sliding["tokens"]  # one window is all of a text

@@ -110,7 +110,7 @@ def test_the_perplexity_of_what_a_drop_costs(converted: Path, tmp_path: Path) ->
     command("evaluate", f"--from={converted}", f"--text={essays()[0].parent}/*.txt", "--suite=perplexity",
          "--lengths=512,2048", "--methods=as-trained,dropped", "--tokens=4096", f"--out={tmp_path}")  # fmt: skip
     rows = [json.loads(line) for line in (tmp_path / "perplexity.jsonl").read_text().splitlines()]
-    found = {(row["method"], row["length"]): row["perplexity"] for row in rows}
+    found = {(row["variant"], row["length"]): row["perplexity"] for row in rows}
     assert 10 < found["as trained", 512] < 45 and found["as trained", 2048] < found["as trained", 512]
     assert found["dropped", 512] > 10 * found["as trained", 512]
 

@@ -16,7 +16,7 @@ from pe_lab.errors import UserError
 from pe_lab.page.document import build_page
 from pe_lab.report import main
 from pe_lab.results.runs import read_run, read_runs
-from pe_lab.results.tables import build_tables
+from pe_lab.results.scores import build_tables
 
 
 class Outline(HTMLParser):
@@ -483,11 +483,11 @@ def test_every_variant_that_can_be_measured_is_explained():
     for layers in stacks:
         model = model_name(layers)
         for method in (*methods_of(layers, 64), "alibi"):
-            words = definition({"model": model, "method": method})
+            words = definition({"model": model, "variant": method})
             assert len(words) > 40 and "of the run's own code" not in words, (model, method)
             assert ("another encoding" in words) == (method not in VARIANTS)
-    assert definition({"model": "Mine", "method": "as trained"}).startswith("The encoding Mine, of the run's own code.")
-    both = definition({"model": "RoPE/NoPE (YaRN 4)", "method": "PI"})
+    assert definition({"model": "Mine", "variant": "as trained"}).startswith("The encoding Mine, of the run's own code.")
+    both = definition({"model": "RoPE/NoPE (YaRN 4)", "variant": "PI"})
     assert both.startswith("Its layers have different encodings. RoPE: Rotary") and "(YaRN 4)" in both
     assert both.endswith("(position interpolation).")
 

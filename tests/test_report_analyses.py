@@ -20,7 +20,8 @@ from pe_lab.page.figure_lines import line_styles
 from pe_lab.page.figure_maps import cell_colours, large_size, picture
 from pe_lab.report import main
 from pe_lab.results.figures import HeatMaps, Line, LineCharts, layer_names
-from pe_lab.results.findings import Findings, TextTable, write_findings
+from pe_lab.results.findings import Findings, write_findings
+from pe_lab.results.table import TextTable
 from pe_lab.results.runs import read_runs
 
 EVIL = "<script>alert(1)</script>\"'&"

@@ -394,7 +394,7 @@ def test_names_at_the_ends_of_lines_are_apart_and_inside():
 
 
 def test_variants_without_a_colour_of_their_own_get_spare_ones_in_order():
-    records = {f"custom {i}": {"variant": f"custom {i}", "method": "custom"} for i in range(6)}
+    records = {f"custom {i}": {"model": f"custom {i}", "variant": "custom"} for i in range(6)}
     assert [(style.colour, style.dash) for style in assign_styles(records).values()] == [
         *((colour, None) for colour in ("extra-1", "extra-2", "extra-3", "extra-4")),
         ("extra-1", "7 3"),

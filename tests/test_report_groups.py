@@ -15,10 +15,10 @@ from run_directories import WINNING, make_run
 from pe_lab.page.document import build_page
 from pe_lab.results.comparison import differing, paired_differences, representative, short_names
 from pe_lab.results.groups import curve_over_seeds, group_runs, pooled
-from pe_lab.results.paired import paired_t
+from pe_lab.results.statistics import paired_t
 from pe_lab.results.runs import read_runs
-from pe_lab.results.scores import Table
-from pe_lab.results.tables import build_tables
+from pe_lab.results.table import Table
+from pe_lab.results.scores import build_tables
 
 T2, T1 = 4.302653, 12.706205  # two-sided 95% quantiles of Student's t with 2 and 1 degrees of freedom, from tables
 METHODS = {key: value for key, value in WINNING.items() if key[1] in ("as trained", "YaRN")}
@@ -210,15 +210,15 @@ def test_the_last_phase_stands_for_a_run_without_a_dropped_model(two_groups):
     run = two_groups[0]
 
     def variant(model: str, method: str, phase: str) -> dict:
-        return {"model": model, "method": method, "phase": phase}
+        return {"model": model, "variant": method, "phase": phase}
 
     rope, scaled = variant("RoPE", "as trained", "pretrain"), variant("ALiBi", "YaRN", "recalibrate")
     variants = {"RoPE": rope, "ALiBi": variant("ALiBi", "as trained", "recalibrate"), "ALiBi + YaRN": scaled}
-    assert representative(run, Table("perplexity", "text", (), variants, {})) == "ALiBi"
+    assert representative(run, Table((), variants, {}, "perplexity", "text")) == "ALiBi"
     dropped = {
         f"DroPE{end}": variant("DroPE", method, "recalibrate") for end, method in (("", "as trained"), (", β", "beta"))
     }
-    assert representative(run, Table("perplexity", "text", (), {"RoPE": rope, **dropped}, {})) == "DroPE, β"
+    assert representative(run, Table((), {"RoPE": rope, **dropped}, {}, "perplexity", "text")) == "DroPE, β"
 
 
 def test_the_page_corrects_p_for_the_comparisons_of_its_table(page):

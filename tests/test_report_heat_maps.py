@@ -251,7 +251,7 @@ def test_runs_apart_are_drawn_together_under_names_that_are_no_formulas(run, tmp
     other = make_run(tmp_path, "$_$", evaluated=False)
     write_rows(other, "niah", niah({"DroPE": {64: [1, 1, 1]}}))
     table = needle_table(read_runs([run, other]))
-    assert {"demo: RoPE", "demo: DroPE", "$_$: DroPE"} <= set(table.variants)
+    assert {"demo: RoPE", "demo: DroPE", "$_$: DroPE"} <= set(table.rows)
     make_run(tmp_path, "third")
     paths = [str(tmp_path / name) for name in ("third", "$_$")]
     assert main([*paths, f"--heat-map={tmp_path / 'maps.svg'}"]) == 0

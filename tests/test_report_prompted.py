@@ -17,7 +17,7 @@ from pe_lab.page.run_section import work_out
 from pe_lab.page.score_charts import score_chart
 from pe_lab.results.runs import read_run
 from pe_lab.results.scores import measure
-from pe_lab.results.tables import averages, build_tables, by_sequence_length
+from pe_lab.results.scores import averages, build_tables, by_sequence_length
 from pe_lab.results.variants import kind
 
 
@@ -98,7 +98,7 @@ def test_an_average_is_of_a_variant_that_has_all_tasks(tmp_path):
     rows += [row("ruler", f"t{i}", "DroPE", 0.5, 128) for i in range(12)]
     write_rows(tmp_path, "ruler", rows)
     average = averages(found_in(tmp_path, "ruler"), AVERAGED)
-    assert average.source == "average" and list(average.variants) == ["RoPE"]
+    assert average.source == "average" and list(average.rows) == ["RoPE"]
     (cell,) = average.cells.values()
     assert cell.value == pytest.approx(6 / 13)
     # Errors of 13 independent means: sqrt(sum of variances) / 13. The one of 0 of 100 is Agresti and Coull's.
@@ -249,9 +249,9 @@ def test_all_wrong_is_not_certain():
 
 
 def test_a_scaling_with_options_is_of_its_kind():
-    assert kind({"model": "RoPE", "method": "yarn:factor=2"}) == "YaRN"
-    assert kind({"model": "RoPE", "method": "longrope:factor=2"}) == ""
-    assert kind({"model": "DroPE", "method": "yarn:factor=2"}) == ""
+    assert kind({"model": "RoPE", "variant": "yarn:factor=2"}) == "YaRN"
+    assert kind({"model": "RoPE", "variant": "longrope:factor=2"}) == ""
+    assert kind({"model": "DroPE", "variant": "yarn:factor=2"}) == ""
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from run_directories import WINNING, make_run
 from pe_lab.page.document import HOW_THE_VERDICT_IS_MADE, build_page, headline, joint_headline
 from pe_lab.page.run_section import work_out
 from pe_lab.results.comparison import paired_differences
-from pe_lab.results.runs import Phase, Run, read_run, read_runs
+from pe_lab.results.runs import PhaseFiles, RunFiles, read_run, read_runs
 from pe_lab.results.standing import former_models
-from pe_lab.results.unfinished import FOLDER, announced
+from pe_lab.results.records import UNFINISHED, announced
 from pe_lab.storage.manifest import MANIFEST
 
 STEPS = (("pretrain", "rope(base=10000)", 60), ("recalibrate", "nope", 40))
@@ -47,7 +47,7 @@ def test_scores_of_a_former_step_are_marked_above_the_headline(tmp_path):
 
 def test_of_one_variant_that_was_measured_again_the_others_are_named(tmp_path):
     def step(record):
-        return record | {"step": 60 if record["method"] == "as trained" or record["phase"] != "pretrain" else 30}
+        return record | {"step": 60 if record["variant"] == "as trained" or record["phase"] != "pretrain" else 30}
 
     (first, *_) = work_out(read_run(run_with(tmp_path, step))).verdict.cautions
     assert first.startswith("Of pretrain, the scores of ") and "RoPE + YaRN (needles)" in first
@@ -70,7 +70,7 @@ def test_an_interrupted_evaluation_is_marked_and_its_gaps_are_not_judged(tmp_pat
     with pytest.raises(KeyboardInterrupt), announced(run / "evaluation", records):
         raise KeyboardInterrupt
     assert not work_out(read_run(run)).verdict.cautions  # all of it is there
-    rewrite(run, lambda record: None if (record["method"], record["factor"]) == ("YaRN", 8) else record, ["needles"])
+    rewrite(run, lambda record: None if (record["variant"], record["factor"]) == ("YaRN", 8) else record, ["needles"])
     found = work_out(read_run(run)).verdict
     assert found.cautions == [
         "The evaluation is not complete: 1 of 28 measurements are missing (needles at 8×). The same command goes on "
@@ -78,15 +78,15 @@ def test_an_interrupted_evaluation_is_marked_and_its_gaps_are_not_judged(tmp_pat
     ]
     assert "at 4× DroPE, β finds 54%" in found.headline and [d.column.key for d in found.duels[0][1]] == [1, 2, 4]
     with announced(run / "evaluation", records):
-        assert len(list((run / "evaluation" / FOLDER).iterdir())) == 1
-    assert not (run / "evaluation" / FOLDER).exists() and not work_out(read_run(run)).verdict.cautions
+        assert len(list((run / "evaluation" / UNFINISHED).iterdir())) == 1
+    assert not (run / "evaluation" / UNFINISHED).exists() and not work_out(read_run(run)).verdict.cautions
 
 
 def test_variants_on_other_samples_are_not_compared(tmp_path):
     def settings(record):
-        tokens = 512 if (record["method"], record["factor"]) == ("YaRN", 8) else 65_536
+        tokens = 512 if (record["variant"], record["factor"]) == ("YaRN", 8) else 65_536
         return record | {
-            "settings": {"tokens": tokens, "data": ["a"], "stride": 8 if record["method"] == "cropped" else 0}
+            "settings": {"tokens": tokens, "data": ["a"], "stride": 8 if record["variant"] == "cropped" else 0}
         }
 
     found = work_out(read_run(run_with(tmp_path, settings))).verdict
@@ -161,8 +161,8 @@ def trained(name, losses, **info):
     """A group of runs: {seed: the last validation loss}; of one seed a run."""
     phase = {"phase": "pretrain", "sequence_length": 64, "status": "complete"} | info
     runs = [
-        Run(f"{name}-{seed}", Path(name), {"config": {"seed": seed}},
-            [Phase("pretrain", phase, [{"step": 1, "validation_loss": loss}])], {}, [])
+        RunFiles(f"{name}-{seed}", Path(name), {"config": {"seed": seed}},
+            [PhaseFiles("pretrain", phase, [{"step": 1, "validation_loss": loss}])], {}, [])
         for seed, loss in losses.items()
     ]  # fmt: skip
     return replace(runs[0], name=name, members=tuple(runs) if len(runs) > 1 else ())

@@ -28,7 +28,7 @@ from pe_lab.evaluation.variants import Subject, Variant
 from pe_lab.positional import DOPE, denoise_by
 from pe_lab.positional.codec import numbers_and_ranges
 from pe_lab.results.findings import Findings
-from pe_lab.results.paired import SIGNIFICANT, holm, paired
+from pe_lab.results.statistics import SIGNIFICANT, holm, paired
 from pe_lab.terminal import any_seed, console, positive
 
 ORDERS = ("ascending", "descending")
@@ -265,8 +265,7 @@ def _comparisons(
 
 def _scores(records: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[Any]]:
     """The scores of answered samples, and their clusters."""
-    # "facts" is the key of sample records.
-    clusters = [record["facts"].get("cluster", record["index"]) for record in records]
+    clusters = [record["metadata"].get("cluster", record["index"]) for record in records]
     return [record["score"] for record in records], clusters
 
 

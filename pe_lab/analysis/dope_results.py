@@ -10,9 +10,11 @@ import numpy as np
 
 from pe_lab.analysis.head_spectra import rank_name
 from pe_lab.results.figures import Figure, HeatMaps, Line, LineCharts
-from pe_lab.results.findings import Findings, TextTable
-from pe_lab.results.intervals import Mean, mean_of
-from pe_lab.results.paired import SIGNIFICANT, Difference, verdict
+from pe_lab.results.findings import Findings
+from pe_lab.results.table import TextTable
+from pe_lab.results.statistics import Mean, mean_of
+from pe_lab.results.paired import verdict
+from pe_lab.results.statistics import Difference, SIGNIFICANT
 
 ORDER_NAMES = {"ascending": "ASC", "descending": "DESC"}
 Scores = tuple[list[float], list[Any]]  # of samples, and their clusters

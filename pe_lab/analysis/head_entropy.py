@@ -37,8 +37,9 @@ from pe_lab.evaluation.variants import Variant
 from pe_lab.language_model import LanguageModel
 from pe_lab.positional import label_layers
 from pe_lab.results.figures import Figure, HeatMaps, Line, LineCharts, layer_names
-from pe_lab.results.findings import Findings, TextTable
-from pe_lab.results.intervals import interval
+from pe_lab.results.findings import Findings
+from pe_lab.results.table import TextTable
+from pe_lab.results.statistics import interval
 
 __all__ = ["ANALYSIS", "HeadEntropy", "head_entropy", "measure_heads"]
 

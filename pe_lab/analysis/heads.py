@@ -18,8 +18,9 @@ from pe_lab.analysis.session import Session
 from pe_lab.errors import ConfigError
 from pe_lab.language_model import LanguageModel
 from pe_lab.results.figures import Figure, HeatMaps, Line, LineCharts, layer_names
-from pe_lab.results.findings import Findings, TextTable
-from pe_lab.results.intervals import interval
+from pe_lab.results.findings import Findings
+from pe_lab.results.table import TextTable
+from pe_lab.results.statistics import interval
 
 PROTOCOL = "heads-3"
 LEAST = 1e-6  # weight that the chart by distance shows

@@ -10,8 +10,9 @@ import numpy as np
 from jaxtyping import Float
 
 from pe_lab.results.figures import Figure, HeatMaps, Line, LineCharts, layer_names
-from pe_lab.results.findings import Findings, TextTable
-from pe_lab.results.intervals import Mean, interval, mean_of
+from pe_lab.results.findings import Findings
+from pe_lab.results.table import TextTable
+from pe_lab.results.statistics import Mean, interval, mean_of
 
 Head = tuple[int, int]  # layer, query head
 MASKS = {  # what is done to a head, and the state of the head afterwards
@@ -99,7 +100,7 @@ def _counted(count: int, what: str) -> str:
 
 
 def _share(mean: Mean) -> str:
-    return f"{mean.score:.2f} [{mean.low:.2f}, {mean.high:.2f}]"
+    return f"{mean.mean:.2f} [{mean.low:.2f}, {mean.high:.2f}]"
 
 
 def _rows(one: Knocked, counts: Sequence[int]) -> list[tuple[str, ...]]:

@@ -41,7 +41,8 @@ from pe_lab.evaluation.variants import layers_under, parse_methods
 from pe_lab.positional import Rope, build_schedule, frequencies, label
 from pe_lab.positional.codec import ranges
 from pe_lab.results.figures import Figure, Line, LineCharts
-from pe_lab.results.findings import Findings, TextTable
+from pe_lab.results.findings import Findings
+from pe_lab.results.table import TextTable
 
 METHODS = ("as trained", "PI", "NTK", "YaRN")
 FAR = 2**20  # a position at which rounding is measured, besides the training length and the longest target

@@ -90,7 +90,7 @@ class Variant:
 
     Attributes:
       subject: the checkpoint.
-      method: of `VARIANTS`, or the description; records hold it under the key `method`.
+      method: of `VARIANTS`, or the description; records hold it under the key `variant`.
       label: its name in tables.
       described: the layers of a description, the same at every length; None under a method.
       beta_at: length in tokens -> the logit scale of the methods `beta` and `paper beta`.
@@ -132,7 +132,7 @@ class Variant:
         return dataclasses.replace(self.lm, layers=layers).at_length(length)
 
     def fingerprint(self, length: int) -> str:
-        """A digest of the layers for sequences of `length` tokens; sample records hold it under the key `reading`."""
+        """A digest of the layers for sequences of `length` tokens; sample records hold it under the key `fingerprint`."""
         layers = self.layers_at(length)
         follows = length if any(layer.follows_length for layer in layers) else None
         return digest([[to_json(layer) for layer in layers], follows, self.crop])
@@ -148,7 +148,7 @@ class Variant:
             "step": self.subject.checkpoint.step,
             "tokens_trained": self.subject.tokens_trained,
             "model": self.subject.model,
-            "method": self.method,
+            "variant": self.method,
             "label": self.label,
             "length": length,
             "factor": int(factor) if factor is not None and factor.is_integer() else factor,
@@ -161,7 +161,7 @@ class Variant:
             "checkpoint": self.subject.path,
             "label": self.label,
             "positional": label_layers(self.layers_at(length)),
-            "read_as": length,
+            "schedule_length": length,
             "lineage": self.subject.lineage,
         }
 

@@ -14,7 +14,7 @@ from pe_lab.page.provenance import pairs
 from pe_lab.page.tables import plain_table
 from pe_lab.results.figures import HeatMaps
 from pe_lab.results.formatting import duration
-from pe_lab.results.runs import Run
+from pe_lab.results.runs import RunFiles
 from pe_lab.results.standing import former_models
 
 
@@ -24,7 +24,7 @@ def analysis_title(directory: str, name: str) -> str:
     return words if directory == name else f"{words} ({directory})"
 
 
-def analysis_parts(run: Run) -> list[tuple[str, list[object]]]:
+def analysis_parts(run: RunFiles) -> list[tuple[str, list[object]]]:
     """(title, parts of the section) of each analysis of a run."""
     return [
         (analysis_title(directory, analysis.name), _parts(run, analysis))
@@ -32,7 +32,7 @@ def analysis_parts(run: Run) -> list[tuple[str, list[object]]]:
     ]
 
 
-def _parts(run: Run, analysis: Any) -> list[object]:
+def _parts(run: RunFiles, analysis: Any) -> list[object]:
     """Sentences, tables and figures, and folded how they were made. `analysis` is an `analysis.analysis.Written`."""
     found, former = analysis.findings, former_models(run, analysis.about)
     sentences = [element("li", sentence) for sentence in found.sentences]

@@ -18,11 +18,12 @@ from pe_lab.page.tables import label_markup, swatch
 from pe_lab.page.variants import DEFINITIONS, GLOSSARY, NAMES, STYLES, definition
 from pe_lab.results.comparison import last_losses, paired_differences, paired_scores, stand_ins
 from pe_lab.results.formatting import listing, shortened
-from pe_lab.results.groups import pooled, spread
-from pe_lab.results.runs import Run
-from pe_lab.results.scores import Column, Table
+from pe_lab.results.groups import pooled
+from pe_lab.results.statistics import over_seeds
+from pe_lab.results.runs import RunFiles
+from pe_lab.results.table import Length, Table
 from pe_lab.results.standing import comparable, not_compared
-from pe_lab.results.tables import build_tables
+from pe_lab.results.scores import build_tables
 from pe_lab.results.variants import kind
 from pe_lab.results.verdict import best_headline, judge
 
@@ -39,7 +40,7 @@ HOW_THE_VERDICT_IS_MADE = (
 )
 
 
-def build_page(runs: Sequence[Run]) -> str:
+def build_page(runs: Sequence[RunFiles]) -> str:
     """The document for these runs: text that refers to nothing outside itself."""
     worked = [work_out(run) for run in pooled(runs)]
     analyses = any(run.analyses for run in runs)
@@ -64,7 +65,7 @@ def build_page(runs: Sequence[Run]) -> str:
     return f"<!doctype html>\n{page}\n"
 
 
-def headline(runs: Sequence[Run]) -> str:
+def headline(runs: Sequence[RunFiles]) -> str:
     """The page's verdicts as text, for the terminal."""
     groups = pooled(runs)
     lines = []
@@ -107,7 +108,7 @@ def _several_runs(worked: Sequence[Results]) -> Markup:
     return text([element("header", *top_parts, navigation), element("main", compared, parts, _how_to_read(worked))])
 
 
-def _members(run: Run, prefix: str) -> Markup:
+def _members(run: RunFiles, prefix: str) -> Markup:
     """The runs of a group with a section for each; "" of a single run."""
     parts = []
     for index, member in enumerate(run.members):
@@ -165,7 +166,7 @@ def joint_headline(worked: Sequence[Results]) -> str:
     return f"{len(worked)} {what} side by side, without a measurement that all of them have.{left_out}"
 
 
-def _best_of(runs: Sequence[Run], tables: Sequence[Table], what: str) -> str:
+def _best_of(runs: Sequence[RunFiles], tables: Sequence[Table], what: str) -> str:
     """Which run is the best past the training length, else by the last validation loss; "" where nothing is common."""
     sentences = []
     for table in tables:
@@ -173,13 +174,13 @@ def _best_of(runs: Sequence[Run], tables: Sequence[Table], what: str) -> str:
         common = tuple(column for column in some.columns if len(some.column(column)) == len(runs))
         if common:
 
-            def paired(of: Table, column: Column, best: str, other: str, labels: dict[str, str] = labels) -> Any:
+            def paired(of: Table, column: Length, best: str, other: str, labels: dict[str, str] = labels) -> Any:
                 return paired_scores(runs, of, labels, column, best, other)
 
             sentences.append(best_headline([replace(some, columns=common)], what, paired))
     if sentences:
         return " ".join(sentences)
-    losses = [(spread(values), run) for run in runs if (values := last_losses(run))]
+    losses = [(over_seeds(values), run) for run in runs if (values := last_losses(run))]
     if len(losses) < len(runs):
         return ""
     (best, run), (theirs, other), *_ = sorted(losses, key=lambda item: item[0].mean)
@@ -195,7 +196,7 @@ def _best_of(runs: Sequence[Run], tables: Sequence[Table], what: str) -> str:
 
 def _how_to_read(worked: Sequence[Results]) -> Markup:
     """The variants of this page in a line each, and its words."""
-    records = [item for results in worked for one in results.all_tables for item in one.variants.items()]
+    records = [item for results in worked for one in results.all_tables for item in one.rows.items()]
     present = {kind(record) for _, record in records}
     variants: list[tuple[object, object]] = [
         (text([swatch(STYLES[name]), NAMES.get(name, name)]), DEFINITIONS[name])

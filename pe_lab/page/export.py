@@ -16,13 +16,13 @@ from pe_lab.page.heat_picture import draw_heat_maps
 from pe_lab.page.suites import SCORED, task_suites
 from pe_lab.results.figures import Figure, HeatMaps
 from pe_lab.results.groups import pooled
-from pe_lab.results.runs import Run
-from pe_lab.results.tables import build_tables
+from pe_lab.results.runs import RunFiles
+from pe_lab.results.scores import build_tables
 
 INDEX = "index.csv"
 
 
-def export_files(runs: Sequence[Run], page: str, formats: Sequence[str]) -> dict[str, bytes]:
+def export_files(runs: Sequence[RunFiles], page: str, formats: Sequence[str]) -> dict[str, bytes]:
     """The files by their names: what `page` shows of `runs`, its heat maps and analyses as pictures, and `INDEX`.
 
     A name begins with the name of the run or group, or `comparison`, and goes on with the title on the page.

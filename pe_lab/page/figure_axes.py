@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float
 
 from pe_lab.results.figures import HeatMaps, LineCharts
-from pe_lab.results.formatting import SUPERSCRIPTS, Number, short_number
+from pe_lab.results.formatting import Number, SUPERSCRIPTS, short_number
 
 # Perceptually uniform, safe for the colour-blind, and in order of lightness when printed in grey; the second is white
 # at 0.

@@ -16,7 +16,7 @@ from pe_lab.page.suites import suite_title, task_name
 from pe_lab.page.tables import UNMEASURED, header, label_markup, row, table
 from pe_lab.page.variants import Style
 from pe_lab.results.records import Record, as_dict, bins
-from pe_lab.results.scores import Column, Table
+from pe_lab.results.table import Length, Table
 from pe_lab.results.variants import DROPPED, kind
 
 Depth = tuple[float, float]  # per cent of the sequence before the needle, from and to; equal ends are one depth
@@ -35,7 +35,7 @@ class HeatMap:
     scores: Table
     label: str
     depths: tuple[Depth, ...]
-    columns: tuple[Column, ...]
+    columns: tuple[Length, ...]
     cells: Mapping[tuple[Depth, float], tuple[float, float | None]]
 
 
@@ -49,9 +49,9 @@ def heat_maps(scores: Table) -> list[HeatMap]:
     """The maps of a table's variants, all with the same depths and lengths; [] if no record has depths."""
     found = {key: by_depth(cell.record) for key, cell in scores.cells.items()}
     depths = tuple(sorted({depth for places in found.values() for depth in places}))
-    columns = tuple(c for c in scores.columns if any(found.get((label, c.key)) for label in scores.variants))
+    columns = tuple(c for c in scores.columns if any(found.get((label, c.key)) for label in scores.rows))
     maps = []
-    for label in scores.variants:
+    for label in scores.rows:
         cells = {
             (depth, column.key): value
             for column in columns
@@ -68,7 +68,7 @@ def in_sight(maps: Sequence[HeatMap]) -> tuple[list[HeatMap], list[HeatMap]]:
     First come RoPE as trained, RoPE + YaRN and the variant of the dropped model that the verdict compares, then any
     others in the order of tables.
     """
-    of_kind = {kind(one.scores.variants[one.label]): one for one in reversed(maps)}
+    of_kind = {kind(one.scores.rows[one.label]): one for one in reversed(maps)}
     dropped = [name for name in DROPPED if name in of_kind][:1]
     first = [of_kind[name] for name in ("RoPE", "YaRN", *dropped) if name in of_kind]
     rest = [one for one in maps if not any(one is other for other in first)]
@@ -151,7 +151,7 @@ def _map_table(one: HeatMap) -> Markup:
     return table(f"{map_name(one.scores)}, {one.label}", head, body, look, about, "sideways", row("all", overall))
 
 
-def _map_cell(one: HeatMap, depth: Depth, column: Column) -> Markup:
+def _map_cell(one: HeatMap, depth: Depth, column: Length) -> Markup:
     """One depth at one length: its score as a figure and as a colour, its counts on hover."""
     at = f"{column.title}, depth {depth_name(depth)}"
     trained = " trained" if column.factor == 1 else ""

@@ -9,15 +9,15 @@ from pe_lab.errors import ConfigError, DataError, did_you_mean
 from pe_lab.page.heat_maps import STEPS, HeatMap, cell_text, colours, depth_name, heat_maps, in_sight, step
 from pe_lab.page.suites import suite_title, task_suites
 from pe_lab.results.formatting import shortened
-from pe_lab.results.runs import Run
-from pe_lab.results.scores import Table
-from pe_lab.results.tables import build_tables
+from pe_lab.results.runs import RunFiles
+from pe_lab.results.table import Table
+from pe_lab.results.scores import build_tables
 
 INK, SOFT, MARK, BLANK = "#1c2024", "#5c636b", "#8a6d1d", "#d9dbd7"
 KINDS = ("png", "svg", "pdf")
 
 
-def needle_table(runs: Sequence[Run], suite: str | None = None, task: str | None = None) -> Table:
+def needle_table(runs: Sequence[RunFiles], suite: str | None = None, task: str | None = None) -> Table:
     """The results to draw: those of `suite` and `task` if they are named, else the first with depths.
 
     Raises:

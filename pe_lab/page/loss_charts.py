@@ -12,9 +12,10 @@ from pe_lab.page.ticks import Point, decimate, smooth
 from pe_lab.page.variants import INK, STYLES, Style
 from pe_lab.results.comparison import encoding_text
 from pe_lab.results.formatting import count
-from pe_lab.results.groups import Spread, curve_over_seeds
+from pe_lab.results.groups import curve_over_seeds
+from pe_lab.results.statistics import Mean
 from pe_lab.results.records import Record, number
-from pe_lab.results.runs import Phase, Run
+from pe_lab.results.runs import PhaseFiles, RunFiles
 
 LOSS = Axis("loss (nats per token)")
 # Of several runs, and of several sources: first those that no variant has.
@@ -24,13 +25,13 @@ EVENTS = {"warn": "spike", "skip": "update skipped", "rewind": "rewound", "stop"
 CHANGES = ("continued", "extended", "batch")
 
 
-def encoding_name(phase: Phase) -> str:
+def encoding_name(phase: PhaseFiles) -> str:
     """The name of the encoding of a phase's first layers: rope, nope, ..."""
     described = encoding_text(phase.encodings[0].get("encoding") if phase.encodings else "")
     return re.split(r"[^a-z_]", described.lower(), maxsplit=1)[0]
 
 
-def phase_style(run: Run, phase: Phase) -> Style:
+def phase_style(run: RunFiles, phase: PhaseFiles) -> Style:
     """The style of the model that a phase makes: grey if it rotates, green if it was dropped, else orange."""
     before = run.phases[: run.phases.index(phase)]
     if encoding_name(phase) != "nope":
@@ -40,7 +41,7 @@ def phase_style(run: Run, phase: Phase) -> Style:
     return STYLES["DroPE paper beta" if dropped else "NoPE paper beta"]
 
 
-def offsets(run: Run) -> dict[str, float]:
+def offsets(run: RunFiles) -> dict[str, float]:
     """Tokens read before each phase; 0 for a phase that counts on from the total of the phase before it."""
     result, total = {}, 0.0
     for phase in run.phases:
@@ -50,7 +51,7 @@ def offsets(run: Run) -> dict[str, float]:
     return result
 
 
-def _counted_before(phase: Phase) -> float:
+def _counted_before(phase: PhaseFiles) -> float:
     """The tokens of the first record of a phase, if its counts do not begin at 0 there; else 0.
 
     Counts that begin at 0 have read a step's tokens for each step, and reach their first record within an interval of
@@ -66,7 +67,7 @@ def _counted_before(phase: Phase) -> float:
     return tokens if ahead or (later and step > later[0][0] - step) else 0.0
 
 
-def curves(run: Run, key: str, smoothly: bool = False) -> list[list[tuple[float, Spread]]]:
+def curves(run: RunFiles, key: str, smoothly: bool = False) -> list[list[tuple[float, Mean]]]:
     """A logged number in each phase against the tokens of the whole run: of one run, or the mean over the members.
 
     `smoothly`: a running mean of each run, within phases: across their border it would flatten the jump there.
@@ -85,7 +86,7 @@ def running_mean(points: Sequence[Point]) -> Sequence[Point]:
 
 
 def over_seeds(
-    name: str, run: Run, curve: Sequence[tuple[float, Spread]], style: Style, **more: bool
+    name: str, run: RunFiles, curve: Sequence[tuple[float, Mean]], style: Style, **more: bool
 ) -> Iterator[Series]:
     """The series of a curve: the mean of all members with its band, then that of those members that went on.
 
@@ -103,7 +104,7 @@ def over_seeds(
             yield Series(label, points, look, intervals=ends if n > 1 else (), **more)
 
 
-def band_words(run: Run) -> str:
+def band_words(run: RunFiles) -> str:
     """What the band of a group's curves is; "" of a single run."""
     of = len(run.members)
     if of < 2:
@@ -112,7 +113,7 @@ def band_words(run: Run) -> str:
     return f" Means over {of} seeds; band: the {band}."
 
 
-def token_axis(run: Run) -> Axis:
+def token_axis(run: RunFiles) -> Axis:
     """Training tokens, or steps if the logs have no tokens."""
     logged = (record for phase in run.phases for record in phase.metrics[:1])
     known = any(number(record, "tokens") is not None for record in logged)
@@ -120,7 +121,7 @@ def token_axis(run: Run) -> Axis:
     return Axis("training tokens" if known else "training steps", show=count)
 
 
-def loss_chart(run: Run) -> Markup:
+def loss_chart(run: RunFiles) -> Markup:
     """Training and validation loss of all phases on one axis, with marks where phases begin."""
     series: list[Series] = []
     used: set[Style] = set()
@@ -144,13 +145,13 @@ def loss_chart(run: Run) -> Markup:
     return line_chart("Loss over training", series, token_axis(run), LOSS, marks, words)
 
 
-def _phase_marks(run: Run) -> list[tuple[float, str]]:
+def _phase_marks(run: RunFiles) -> list[tuple[float, str]]:
     """A mark at the first logged loss of each phase but the first."""
     logged = zip(run.phases, curves(run, "loss"), strict=True)
     return [(points[0][0], f"{phase.name} starts") for phase, points in logged if points][1:]
 
 
-def _event_marks(run: Run) -> list[tuple[float, str]]:
+def _event_marks(run: RunFiles) -> list[tuple[float, str]]:
     """A mark for each event, the first of each kind with its name; the last forty, if there are more."""
     shift, marks, named = offsets(run), [], set()
     for phase in run.phases:
@@ -162,7 +163,7 @@ def _event_marks(run: Run) -> list[tuple[float, str]]:
     return marks[-40:]
 
 
-def _change_marks(run: Run) -> list[tuple[float, str]]:
+def _change_marks(run: RunFiles) -> list[tuple[float, str]]:
     """A mark where a phase went on under another config: other steps, another batch size."""
     shift, marks = offsets(run), []
     for phase in run.phases:
@@ -173,14 +174,14 @@ def _change_marks(run: Run) -> list[tuple[float, str]]:
     return marks
 
 
-def changes_of(phase: Phase) -> list[Record]:
+def changes_of(phase: PhaseFiles) -> list[Record]:
     """The entries of a phase's own lineage that tell of a change of its config, each once."""
     own = [entry for entry in phase.lineage if str(entry.get("what", "")).startswith(CHANGES)]
     mine = [e for e in own if f"/{phase.name}/" in f"/{e.get('path', '')}" or not e.get("path")]
     return list({(str(e.get("what")), number(e, "step")): e for e in mine}.values())
 
 
-def _jumps(run: Run) -> str:
+def _jumps(run: RunFiles) -> str:
     """Sentences about the loss where a phase with another encoding begins."""
     sentences = []
     for before, after in zip(run.phases, run.phases[1:], strict=False):
@@ -199,7 +200,7 @@ def _jumps(run: Run) -> str:
     return "".join(sentences)
 
 
-def source_losses(run: Run) -> Markup:
+def source_losses(run: RunFiles) -> Markup:
     """Validation loss by held-out source; "" for fewer than two sources."""
     keys = source_keys(run)
     if len(keys) < 2:
@@ -217,7 +218,7 @@ SOURCE = "validation_loss/"
 LEARNED = "learned/"  # and then ENCODING.PARAMETER/LAYER, as the training loop logs them
 
 
-def learned_charts(run: Run) -> Markup:
+def learned_charts(run: RunFiles) -> Markup:
     """The learned values of encodings over training, a chart for each parameter and a line for each layer; "" without.
 
     Of many layers the lines that are shown first are spread evenly over the depth.
@@ -245,13 +246,13 @@ def learned_charts(run: Run) -> Markup:
     return element("div", charts, class_="grid", style="margin-top:22px") if charts else Markup("")
 
 
-def source_keys(run: Run) -> list[str]:
+def source_keys(run: RunFiles) -> list[str]:
     """The keys of the held-out losses by source."""
     logged = dict.fromkeys(key for phase in run.phases for record in phase.metrics for key in record)
     return [key for key in logged if key.startswith(SOURCE)]
 
 
-def loss_comparison(runs: Sequence[Run], key: str = "loss", title: str = "Training loss (running mean)") -> Markup:
+def loss_comparison(runs: Sequence[RunFiles], key: str = "loss", title: str = "Training loss (running mean)") -> Markup:
     """One logged loss of several runs: a curve each, with a band for a group; "" if none logged it."""
     series: list[Series] = []
     for index, run in enumerate(runs):

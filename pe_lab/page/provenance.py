@@ -14,21 +14,21 @@ from pe_lab.results.comparison import encoding_text
 from pe_lab.results.formatting import count, duration, listing, percent
 from pe_lab.results.groups import seed_words
 from pe_lab.results.records import Record, as_dict, number
-from pe_lab.results.runs import Phase, Run
+from pe_lab.results.runs import PhaseFiles, RunFiles
 from pe_lab.results.variants import is_dropped, is_rotary
 
 
-def parameters(run: Run) -> float | None:
+def parameters(run: RunFiles) -> float | None:
     """Parameters of the run's model."""
     return next((value for phase in run.phases if (value := number(phase.info, "parameters"))), None)
 
 
-def seconds(run: Run) -> float:
+def seconds(run: RunFiles) -> float:
     """Wall-clock time of all phases."""
     return sum((number(phase.info, "seconds") or 0.0 for phase in run.phases), 0.0)
 
 
-def tokenizer(run: Run) -> str:
+def tokenizer(run: RunFiles) -> str:
     """The tokenizer's name."""
     named = next((phase.info["tokenizer"] for phase in run.phases if phase.info.get("tokenizer")), None)
     return str(named or as_dict(run.config.get("data")).get("tokenizer") or "")
@@ -40,7 +40,7 @@ def pairs(items: Sequence[tuple[object, object]], look: str = "pairs") -> Markup
     return element("dl", shown, class_=look)
 
 
-def summary(run: Run) -> Markup:
+def summary(run: RunFiles) -> Markup:
     """The few numbers below the headline."""
     size, trained = parameters(run), sum(phase.tokens for phase in run.phases)
     machine = as_dict(run.info.get("machine"))
@@ -59,7 +59,7 @@ def summary(run: Run) -> Markup:
     return element("dl", shown, class_="summary")
 
 
-def mixture_note(run: Run) -> Markup:
+def mixture_note(run: RunFiles) -> Markup:
     """Whether symbolic needles were trained on, without which their accuracies cannot be judged."""
     known = [phase for phase in run.phases if phase.mixture]
     measured = bool(run.evaluation.get("needles"))
@@ -86,7 +86,7 @@ def mixture_note(run: Run) -> Markup:
     return note(words)
 
 
-def lineage_diagram(run: Run) -> Markup:
+def lineage_diagram(run: RunFiles) -> Markup:
     """The lineage of the last checkpoints, oldest first: boxes joined by arrows, a chain for each checkpoint."""
     chains: list[list[Record]] = []
     for phase in reversed(run.phases):
@@ -102,14 +102,14 @@ def lineage_diagram(run: Run) -> Markup:
     return text([element("ol", nodes, class_="lineage", aria_label="Lineage, oldest first") for nodes in boxes])
 
 
-def _trained_in(run: Run, node: Record) -> Phase | None:
+def _trained_in(run: RunFiles, node: Record) -> PhaseFiles | None:
     """The phase of this run that a node of the lineage is the last checkpoint of."""
     what = str(node.get("what"))
     own = (one for one in run.phases if one.lineage[-1:] == [node] and f" steps of '{one.name}' " in what)
     return next(own, run.phase(what))
 
 
-def _node_box(run: Run, node: Record) -> Markup:
+def _node_box(run: RunFiles, node: Record) -> Markup:
     """One box of the lineage: the step, and the tokens if it is a phase of this run."""
     phase, step = _trained_in(run, node), number(node, "step")
     lines: list[object] = []
@@ -125,7 +125,7 @@ def _node_box(run: Run, node: Record) -> Markup:
     return element("li", name, [element("span", line) for line in lines if line], style=colour)
 
 
-def what_was_run(run: Run) -> Markup:
+def what_was_run(run: RunFiles) -> Markup:
     """Everything that is needed to run it again, and the machine that it ran on."""
     info, notes = run.info, as_dict(run.info.get("notes"))
     versions = ", ".join(f"{name} {version}" for name, version in as_dict(info.get("versions")).items())
@@ -166,7 +166,7 @@ def _machine_text(machine: Record) -> str:
     return ", ".join(parts)
 
 
-def _model_text(run: Run) -> str:
+def _model_text(run: RunFiles) -> str:
     """The shape of the model in a line."""
     model, size = as_dict(run.config.get("model")), parameters(run)
     parts = [f"{size:,.0f} parameters"] if size else []
@@ -188,7 +188,7 @@ def _model_text(run: Run) -> str:
     return ", ".join(parts)
 
 
-def _mixture_text(run: Run) -> str:
+def _mixture_text(run: RunFiles) -> str:
     texts = {p.name: listing([f"{percent(share)} {source}" for source, share in p.mixture]) for p in run.phases}
     distinct = set(filter(None, texts.values()))
     if len(distinct) == 1:
@@ -196,7 +196,7 @@ def _mixture_text(run: Run) -> str:
     return "; ".join(f"{name}: {words}" for name, words in texts.items() if words)
 
 
-def _speed_text(run: Run) -> str:
+def _speed_text(run: RunFiles) -> str:
     """Time, median tokens per second, MFU in both conventions where the device's peak is known, and what the loop
     waited for: the device, input, or the host itself.
     """
@@ -217,7 +217,7 @@ def _speed_text(run: Run) -> str:
     return ", ".join(parts)
 
 
-def _phase_table(phase: Phase) -> Markup:
+def _phase_table(phase: PhaseFiles) -> Markup:
     """A phase's numbers and its positional schedule, folded."""
     info, steps, time = phase.info, number(phase.info, "steps"), number(phase.info, "seconds")
     flops = [(number(info, f"flops_per_token_{kind}"), kind) for kind in ("full", "causal")]
@@ -239,7 +239,7 @@ def _phase_table(phase: Phase) -> Markup:
     return folded(f"Phase {phase.name}: positional schedule and figures", pairs(items), schedule, described)
 
 
-def caveats(run: Run) -> list[str]:
+def caveats(run: RunFiles) -> list[str]:
     """The limits of the conclusions from a run."""
     result = []
     records = [record for found in run.evaluation.values() for record in found]

@@ -16,13 +16,13 @@ from pe_lab.page.variants import STYLES, Style
 from pe_lab.results.comparison import encoding_text
 from pe_lab.results.formatting import Number, count, times
 from pe_lab.results.records import as_dict, number
-from pe_lab.results.runs import Run
+from pe_lab.results.runs import RunFiles
 from pe_lab.results.variants import is_dropped
 
 TIME_COLOURS = ("extra-1", "pi", "yarn", "drope", "ntk", "extra-2", "extra-3", "nope", "rope")
 
 
-def event_table(run: Run) -> Markup:
+def event_table(run: RunFiles) -> Markup:
     """The steps that were warned of, skipped or rewound; "" without any."""
     rows = []
     for phase in run.phases:
@@ -51,7 +51,7 @@ def _against(value: object, mean: float | None) -> str:
     return f"{shown} ({mean:.4g})" if mean is not None else shown
 
 
-def time_chart(run: Run) -> Markup:
+def time_chart(run: RunFiles) -> Markup:
     """The time of a run by what it went to: a bar for each start, and one for their sum; "" without a ledger."""
     if not run.ledger:
         return Markup("")
@@ -106,7 +106,7 @@ def duration(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
-def rotation_of(run: Run) -> tuple[float, int, int] | None:
+def rotation_of(run: RunFiles) -> tuple[float, int, int] | None:
     """(base, head_dim, training length) of the run's first rotary phase; None without one."""
     model = as_dict(run.config.get("model"))
     heads, width = number(model, "heads"), number(model, "d_model")
@@ -120,7 +120,7 @@ def rotation_of(run: Run) -> tuple[float, int, int] | None:
     return None
 
 
-def frequency_charts(run: Run, factors: Sequence[Number], base: float, head_dim: int, length: int) -> Markup:
+def frequency_charts(run: RunFiles, factors: Sequence[Number], base: float, head_dim: int, length: int) -> Markup:
     """Each frequency under PI, NTK and YaRN, one panel for each factor."""
     stretched = [factor for factor in factors if factor > 1][:6] or [2.0, 4.0, 8.0]
     try:
@@ -130,7 +130,7 @@ def frequency_charts(run: Run, factors: Sequence[Number], base: float, head_dim:
     return element("div", panels, class_="grid thirds")
 
 
-def _frequency_panel(run: Run, factor: Number, base: float, head_dim: int, length: int) -> Markup:
+def _frequency_panel(run: RunFiles, factor: Number, base: float, head_dim: int, length: int) -> Markup:
     """Relative frequency w'/w by pair at one factor, with a mark where pairs rotate less than once in training."""
     from pe_lab.analysis.frequencies import incomplete_pairs, scaling_curve  # jax is slow to import
     from pe_lab.positional import Rope, frequencies

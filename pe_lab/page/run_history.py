@@ -7,12 +7,12 @@ from pe_lab.page.markup import Markup, element, text
 from pe_lab.page.tables import plain_table
 from pe_lab.results.formatting import count, percent
 from pe_lab.results.records import as_dict, as_list, mappings, number
-from pe_lab.results.runs import Phase, Run
+from pe_lab.results.runs import PhaseFiles, RunFiles
 
 HEAD = ("Phase", "Source", "Weight", "Tokens expected", "Tokens read", "Read / expected", "Epochs")
 
 
-def mixture_table(run: Run) -> Markup:
+def mixture_table(run: RunFiles) -> Markup:
     """Tokens of each source in each phase: as its weight says, as read, and in epochs of the source; "" without logs.
 
     From `read_tokens/SOURCE` and `expected_tokens/SOURCE` of metrics.jsonl, and from `mixture` of phase.json.
@@ -28,7 +28,7 @@ def mixture_table(run: Run) -> Markup:
     return element("div", title, plain_table("Tokens of each source", HEAD, rows, words=HEAD[:2]), note)
 
 
-def _phase_rows(phase: Phase) -> list[list[str]]:
+def _phase_rows(phase: PhaseFiles) -> list[list[str]]:
     weights = dict(phase.mixture)
     sizes = {str(one.get("source")): number(one, "tokens") for one in mappings(phase.info.get("mixture"))}
     read = _last(phase, "read_tokens/")
@@ -50,7 +50,7 @@ def _phase_rows(phase: Phase) -> list[list[str]]:
     return rows
 
 
-def _last(phase: Phase, prefix: str) -> dict[str, float]:
+def _last(phase: PhaseFiles, prefix: str) -> dict[str, float]:
     """The last value of every key that begins so, by the rest of the key."""
     found = {}
     for record in phase.metrics:
@@ -60,7 +60,7 @@ def _last(phase: Phase, prefix: str) -> dict[str, float]:
     return found
 
 
-def history_table(run: Run) -> Markup:
+def history_table(run: RunFiles) -> Markup:
     """When and how the config of a run changed between its starts; "" if it did not.
 
     From `changes` of run.json, and from the lineage of each phase, which knows the step.

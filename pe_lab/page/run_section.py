@@ -16,10 +16,11 @@ from pe_lab.page.tables import beta_table, duel_board, marks, records_table, sco
 from pe_lab.page.task_section import suite_parts
 from pe_lab.page.variants import Style, assign_styles
 from pe_lab.results.formatting import listing
-from pe_lab.results.runs import Run
-from pe_lab.results.scores import Table, latest, measure
+from pe_lab.results.runs import RunFiles
+from pe_lab.results.scores import latest, measure
+from pe_lab.results.table import Table
 from pe_lab.results.standing import cautions, usable
-from pe_lab.results.tables import build_tables, histories, variants_of
+from pe_lab.results.scores import build_tables, histories, variants_of
 from pe_lab.results.variants import is_dropped, is_rotary
 from pe_lab.results.verdict import Verdict, imported_headline, judge
 
@@ -43,7 +44,7 @@ class Results:
     `task_tables` holds the tables of suites that are asked with prompts, one for each task, in the page's order.
     """
 
-    run: Run
+    run: RunFiles
     tables: dict[str, list[Table]]
     task_tables: dict[str, list[Table]]
     verdict: Verdict
@@ -54,7 +55,7 @@ class Results:
         return [table for found in self.tables.values() for table in found]
 
 
-def work_out(run: Run) -> Results:
+def work_out(run: RunFiles) -> Results:
     """Tables, verdict and styles of a run."""
     suites = [*SCORED, *sorted(set(run.evaluation) - set(SCORED) - {"beta"})]
     found = {suite: build_tables(suite, [run]) for suite in suites}
@@ -114,7 +115,7 @@ def top(results: Results, level: int) -> Markup:
 
 def _story(results: Results) -> str:
     """What was done to the model, in plain words; "" unless both RoPE and a dropped model were measured."""
-    records = [record for table in results.all_tables for record in table.variants.values()]
+    records = [record for table in results.all_tables for record in table.rows.values()]
     if not (any(map(is_dropped, records)) and any(map(is_rotary, records))):
         return ""
     partial = sorted({model for record in records if (model := str(record.get("model", ""))).startswith("p-RoPE ")})
@@ -132,7 +133,7 @@ def _how_to_evaluate(results: Results) -> Markup | None:
     return note([state, "To measure it: ", element("code", command)])
 
 
-def problem_note(run: Run) -> Markup:
+def problem_note(run: RunFiles) -> Markup:
     """The problems that the files of a run have; "" without any."""
     return note("Some files were missing or incomplete:", bullets(run.problems)) if run.problems else Markup("")
 

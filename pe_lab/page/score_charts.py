@@ -12,11 +12,11 @@ from pe_lab.page.suites import SCORED, suite_title, task_name
 from pe_lab.page.ticks import Point
 from pe_lab.page.variants import INK, Style
 from pe_lab.results.formatting import count, listing, percent, times
-from pe_lab.results.intervals import exp
+from pe_lab.results.statistics import exp
 from pe_lab.results.records import Record, as_dict, bins, number
-from pe_lab.results.runs import Run
-from pe_lab.results.scores import Cell, Column, Table
-from pe_lab.results.tables import Bucket
+from pe_lab.results.runs import RunFiles
+from pe_lab.results.table import Cell, Length, Table
+from pe_lab.results.table import Bucket
 from pe_lab.results.variants import DROPPED, kind
 
 
@@ -44,7 +44,7 @@ def score_chart(
         name = "sequence length / training length" if multiples else "tokens"
         x = Axis(name, True, times if multiples else count, keys)
     series = []
-    for label in scores.variants:
+    for label in scores.rows:
         style = styles.get(label, INK)
         found = [(_place(column), cell) for column in scores.columns if (cell := scores.cell(label, column))]
         ends = [cell.ends or (math.nan, math.nan) for _, cell in found]
@@ -57,7 +57,7 @@ def score_chart(
 
 def foremost(scores: Table) -> list[str]:
     """The labels of a table in the order in which a chart shows them: dropped, RoPE, then the best at the end."""
-    kinds = {kind(record): str(label) for label, record in reversed(scores.variants.items())}
+    kinds = {kind(record): str(label) for label, record in reversed(scores.rows.items())}
     chosen = [kinds[name] for name in (*DROPPED, "RoPE") if name in kinds]
     last = scores.column(scores.columns[-1]) if scores.columns else {}
     ranked = sorted(last, key=lambda label: -last[label].score)
@@ -76,7 +76,7 @@ def interval_words(cells: Sequence[Cell]) -> str:
     return words + ("their range." if max(seeds) == 2 else f"95% intervals of Student's t over them{of_two}.")
 
 
-def _place(column: Column) -> float:
+def _place(column: Length) -> float:
     """A column's place on the axis of lengths; a bucket's is the geometric middle."""
     if isinstance(column, Bucket):
         end = column.length or 1
@@ -101,7 +101,7 @@ def _share_axis(name: str, values: Sequence[float]) -> Axis:
     return Axis(name, show=percent, domain=(0.0, min(1.0, max(1.12 * max(values, default=1.0), 0.1))))
 
 
-def history_chart(phase: str, column: Column, scores: Table, styles: Mapping[str, Style]) -> Markup:
+def history_chart(phase: str, column: Length, scores: Table, styles: Mapping[str, Style]) -> Markup:
     """The scores of a phase's checkpoints against the tokens that they were trained on (DroPE's Figure 10)."""
     task = task_name(scores)
     name = suite_title(scores.suite) + (f", {task}" if task and scores.suite not in SCORED else "")
@@ -111,7 +111,7 @@ def history_chart(phase: str, column: Column, scores: Table, styles: Mapping[str
 
 
 def position_chart(
-    run: Run, scores: Table, column: Column, styles: Mapping[str, Style], size: str, caption: str = ""
+    run: RunFiles, scores: Table, column: Length, styles: Mapping[str, Style], size: str, caption: str = ""
 ) -> Markup:
     """Scores inside the sequences of one length, with a mark at the training length.
 
@@ -165,7 +165,7 @@ def _points(found: Record, edges: str, value: str, low: str, high: str) -> list[
     ]
 
 
-def length_words(column: Column) -> str:
+def length_words(column: Length) -> str:
     """`8× the training length (512 tokens)`."""
     tokens = f"{column.length:,} tokens" if column.length else ""
     if column.factor is None:

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from pe_lab.evaluation.tasks.suites import SUITES, terms
 from pe_lab.evaluation.tasks.suites import title as suite_title
-from pe_lab.results.scores import Table
+from pe_lab.results.table import Table
 
 SCORED = ("needles", "perplexity")  # the suites that a verdict is made of, the first one first
 ORDER = ("needles", *(name for name in SUITES if name != "needles"))

@@ -12,8 +12,8 @@ from pe_lab.page.suites import ABOUT, suite_title, table_title, task_name
 from pe_lab.page.tables import harness_table, measured_at, score_table, task_table
 from pe_lab.page.variants import Style
 from pe_lab.results.records import as_dict
-from pe_lab.results.scores import Table
-from pe_lab.results.tables import averages, by_sequence_length, columns_of
+from pe_lab.results.table import Table
+from pe_lab.results.scores import averages, by_sequence_length, columns_of
 
 FEW = 4  # charts that are not folded away
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pe_lab.results.records import Record
-from pe_lab.results.scores import Table
+from pe_lab.results.table import Table
 from pe_lab.results.variants import in_order, kind
 
 
@@ -178,4 +178,4 @@ def assign_styles(variants: Mapping[str, Record]) -> dict[str, Style]:
 
 def comparison_styles(table: Table) -> dict[str, Style]:
     """The styles of a table of several runs, where one variant has several rows."""
-    return {label: style for label, record in table.variants.items() if (style := STYLES.get(kind(record)))}
+    return {label: style for label, record in table.rows.items() if (style := STYLES.get(kind(record)))}

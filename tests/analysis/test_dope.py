@@ -21,7 +21,8 @@ from pe_lab.evaluation.tasks.many_shot import STOP, many_shot_tasks  # noqa: E40
 from pe_lab.inspection import Inspection  # noqa: E402
 from pe_lab.page import figure_files  # noqa: E402
 from pe_lab.results.findings import read_findings  # noqa: E402
-from pe_lab.results.paired import Difference, holm, paired, sign_flip_p, verdict  # noqa: E402
+from pe_lab.results.paired import verdict  # noqa: E402
+from pe_lab.results.statistics import Difference, holm, paired, sign_flip_p  # noqa: E402
 
 # --- Paired comparisons ----------------------------------------------------------------------------------------------
 

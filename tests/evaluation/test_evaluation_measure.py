@@ -53,7 +53,7 @@ def pick(rows, suite, **wanted):
 def test_the_table_is_full(whole):
     _, rows, _ = whole
     for suite in ("perplexity", "needles"):
-        found = {(r["model"], r["method"], r["length"]) for r in pick(rows, suite)}
+        found = {(r["model"], r["variant"], r["length"]) for r in pick(rows, suite)}
         wanted = {("RoPE", m, n) for m in ROPE_METHODS for n in LENGTHS}
         wanted |= {("DroPE", m, n) for m in ("as trained", "beta", "paper beta") for n in LENGTHS}
         assert found == wanted and len(pick(rows, suite)) == len(wanted)
@@ -75,7 +75,7 @@ def test_rows_say_what_they_measured(whole, data):
         lines = (directory / f"{suite}.jsonl").read_text().splitlines()
         on_disk = [json.loads(line) for line in lines]
         assert len(on_disk) == len(pick(rows, suite))
-        assert [r["method"] for r in on_disk] == [r["method"] for r in pick(rows, suite)]
+        assert [r["variant"] for r in on_disk] == [r["variant"] for r in pick(rows, suite)]
 
 
 def test_at_the_training_length_all_methods_coincide(whole):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pe_lab.errors import UserError
-from pe_lab.results.intervals import wilson
+from pe_lab.results.statistics import wilson
 from pe_lab.results.records import RecordFile, finite
 from pe_lab.results.scores import measure
 
@@ -13,7 +13,7 @@ from pe_lab.results.scores import measure
 def record(method="PI", length=64, **more):
     return {
         "checkpoint": "a/checkpoints/1",
-        "method": method,
+        "variant": method,
         "length": length,
         "seed": 0,
         "source": "t",
@@ -35,7 +35,7 @@ def test_records_written_meanwhile_are_kept(tmp_path):
     ours, theirs = RecordFile(tmp_path / "x.jsonl"), RecordFile(tmp_path / "x.jsonl")
     theirs.put([record("NTK", nll=1.0)])
     ours.put([record(nll=2.0)])
-    assert [r["method"] for r in RecordFile(tmp_path / "x.jsonl").records] == ["NTK", "PI"]
+    assert [r["variant"] for r in RecordFile(tmp_path / "x.jsonl").records] == ["NTK", "PI"]
 
 
 def test_finding_a_record_asks_how_it_was_measured(tmp_path):

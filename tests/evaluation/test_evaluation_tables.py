@@ -24,7 +24,7 @@ from pe_lab.evaluation.tables import (  # noqa: E402
     print_records,
     three_digits,
 )
-from pe_lab.results.intervals import wilson
+from pe_lab.results.statistics import wilson
 from pe_lab.results.scores import measure
 
 

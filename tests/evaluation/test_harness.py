@@ -159,7 +159,7 @@ def test_a_killed_process_loses_no_answer(tasks, tmp_path, small_batches, counte
     assert len(lines(kept)) == first.requests
     line = lines(kept)[0]
     assert line["checkpoint_id"] == "id-0-None" and line["kind"] == "generate_until" and line["task"] == QUESTIONS
-    assert {"reading", "settings", "request", "index", "answer", "seconds"} <= line.keys()
+    assert {"fingerprint", "settings", "request", "index", "answer", "seconds"} <= line.keys()
 
 
 def test_answers_of_other_requests_are_not_taken(tasks, tmp_path, counted):
@@ -190,7 +190,7 @@ def test_a_document_is_a_line(tasks, tmp_path):
         for line in some:
             assert {line[name] for name in ("suite", "run", "protocol")} == {"lm_eval", "tiny", "lm_eval-0.4.13"}
             assert line["settings"] == row["settings"] and line["checkpoint"] == row["checkpoint"]
-            assert line["label"] == row["label"] and line["lineage"] == row["lineage"] and line["read_as"] == 48
+            assert line["label"] == row["label"] and line["lineage"] == row["lineage"] and line["schedule_length"] == 48
             assert line["seconds"] > 0 and len(line["prompt"]) == 16 and line["scores"] and line["depth"] == []
     documents = [json.loads(text) for text in (TASKS / "choices.jsonl").read_text(encoding="utf-8").splitlines()]
     for line, document in zip(by_task[CHOICES], documents, strict=True):
@@ -198,8 +198,8 @@ def test_a_document_is_a_line(tasks, tmp_path):
             len(f"Question: {document['question']}\nAnswer: {choice}".encode()) for choice in document["choices"]
         )
         assert line["tokens"] == min(longest, 49) and line["references"] == [document["answer"]]
-        assert line["facts"].get("tokens_before_truncation", longest) == longest
-        assert len(line["output"]) == len(document["choices"]) == line["facts"]["requests"]
+        assert line["metadata"].get("tokens_before_truncation", longest) == longest
+        assert len(line["output"]) == len(document["choices"]) == line["metadata"]["requests"]
         assert set(line["scores"]) == {"acc", "acc_norm"} and line["score"] == line["scores"]["acc_norm"]
     assert all(isinstance(line["output"], str) for line in by_task[QUESTIONS])
     passages = [

@@ -19,8 +19,8 @@ from pe_lab.evaluation.tasks.task import Sample
 from pe_lab.evaluation.variants import Subject, all_variants
 from pe_lab.language_model import LanguageModel
 from pe_lab.positional import DynamicNTK, NoPE, Rope
-from pe_lab.results.intervals import mean_of, wilson
-from pe_lab.results.samples import SampleFile, key
+from pe_lab.results.statistics import mean_of, wilson
+from pe_lab.results.records import SampleFile, sample_key
 
 HAYSTACK = Haystack("text", " ".join(f"Day {n} went by. Nobody came." for n in range(100)))
 LENGTHS = (600, 700)
@@ -219,18 +219,18 @@ def test_batches_are_of_one_size_and_few():
 def test_sequences_of_their_own_lengths_share_few_schedules():
     assert [schedule_length(n, 16) for n in (1, 16, 17, 32, 33, 100)] == [16, 16, 32, 32, 64, 128]
     cut = {"tokens_before_truncation": 20000}
-    lines = [{"tokens": n, "facts": facts, "score": s} for n, facts, s in
+    lines = [{"tokens": n, "metadata": about, "score": s} for n, about, s in
              [(100, {}, 1.0), (4095, {}, 0.0), (4096, {}, 1.0), (900, cut, 1.0)]]  # fmt: skip
     found = by_length(lines)
     assert found["edges"] == [0, 4096, 8192, 16384, 32768] and found["of"] == "tokens"
     assert found["count"] == [2, 1, 0, 1] and found["score"] == [0.5, 1.0, None, 1.0]
-    longest = by_length([{"tokens": 200_000, "facts": {}, "score": 1.0}])
+    longest = by_length([{"tokens": 200_000, "metadata": {}, "score": 1.0}])
     assert longest["edges"][-2:] == [131072, 200_001] and longest["count"][-1] == 1
 
 
 def test_scores_by_the_length_that_records_tell():
     """LongBench-E's buckets: below 4,000, below 8,000, and above."""
-    lines = [{"tokens": 1, "facts": {"record_length": n}, "score": 1.0} for n in (10, 3999, 4000, 7999, 8000, 90000)]
+    lines = [{"tokens": 1, "metadata": {"record_length": n}, "score": 1.0} for n in (10, 3999, 4000, 7999, 8000, 90000)]
     found = by_length(lines, (0, 4000, 8000))
     assert found["edges"] == [0, 4000, 8000, 90001] and found["count"] == [2, 2, 2] and found["of"] == "words"
 
@@ -279,7 +279,7 @@ def test_a_damaged_file_of_lines_is_named(tmp_path):
         SampleFile(path)
     path.write_text('{"index": 0}\n{"ind')
     file = SampleFile(path)
-    assert [key(line)[-1] for line in file.records.values()] == [0]
+    assert [sample_key(line)[-1] for line in file.records.values()] == [0]
     file.add([{"index": 1}])
     assert path.read_text() == '{"index": 0}\n{"index": 1}\n'
 

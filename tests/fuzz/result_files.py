@@ -149,7 +149,7 @@ class Results(Kind):
 
     def read(self) -> None:
         from pe_lab.results.records import RecordFile
-        from pe_lab.results.samples import SampleFile
+        from pe_lab.results.records import SampleFile
 
         wanted = json.loads(self.whole.read_text().splitlines()[3])
         file = RecordFile(self.target)

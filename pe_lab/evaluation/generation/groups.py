@@ -13,7 +13,7 @@ from pe_lab.evaluation.tasks.suites import SUITES
 from pe_lab.evaluation.tasks.task import Sample, Task
 from pe_lab.evaluation.variants import Variant
 from pe_lab.results.records import digest
-from pe_lab.results.samples import SampleRecord
+from pe_lab.results.records import SampleRecord
 
 
 class Prompts:
@@ -82,11 +82,11 @@ class Group:
     @cached_property
     def identities(self) -> list[SampleRecord]:
         """The keys of each sample's record that make it the answer to one question and to no other."""
-        readings = {length: self.variant.fingerprint(length) for length in set(self.lengths)}
+        fingerprints = {length: self.variant.fingerprint(length) for length in set(self.lengths)}
         return [
             {
                 "checkpoint_id": self.variant.subject.id,
-                "reading": readings[length],
+                "fingerprint": fingerprints[length],
                 "suite": self.task.suite,
                 "task": self.task.name,
                 "length": self.length,

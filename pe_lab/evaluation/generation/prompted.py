@@ -16,10 +16,10 @@ from pe_lab.evaluation.scoring.breakdowns import by_depth, by_length
 from pe_lab.evaluation.tasks.task import Sample, Task
 from pe_lab.evaluation.variants import Variant
 from pe_lab.parallel import compute_devices, shared
-from pe_lab.results.intervals import mean_of
+from pe_lab.results.statistics import mean_of
 from pe_lab.results.records import Record, RecordFile, finite
-from pe_lab.results.samples import SampleFile, SampleRecord, key
-from pe_lab.results.unfinished import announced
+from pe_lab.results.records import SampleFile, SampleRecord, sample_key
+from pe_lab.results.records import announced
 from pe_lab.storage import AnyPath
 from pe_lab.terminal import console
 from pe_lab.training.machine import versions
@@ -80,7 +80,7 @@ class Prompted:
         for group in self.groups:
             group.check_crop()
         self.work = sum(group.prompts.cost for group in self.groups)
-        answered = [key(one) in self._sample_files[g.task.suite].records for g in self.groups for one in g.identities]
+        answered = [sample_key(one) in self._sample_files[g.task.suite].records for g in self.groups for one in g.identities]
         self.total, self.finished = len(answered), 0 if again else sum(answered)
 
     def run(self) -> list[Record]:
@@ -116,7 +116,7 @@ class Prompted:
         """Every group with its samples and, in their order, their sample records; after `run`."""
         for group in self.groups:
             found = self._sample_files[group.task.suite].records
-            yield group, group.prompts.samples, [found[key(one)] for one in group.identities]
+            yield group, group.prompts.samples, [found[sample_key(one)] for one in group.identities]
 
     # --------------------------------------------------------------------------------------------------------
     # Answers
@@ -126,7 +126,7 @@ class Prompted:
         found, planned = [], set()
         for group in self.groups:
             stored = () if self.again else self._sample_files[group.task.suite].records
-            keys = [key(one) for one in group.identities]
+            keys = [sample_key(one) for one in group.identities]
             done = [key in stored or key in planned for key in keys]
             planned |= set() if self.again else set(keys)  # variants that are one model at a length are asked once
             for length, indices in group.by_length():
@@ -157,7 +157,7 @@ class Prompted:
     ) -> list[SampleRecord]:
         """The sample records of a group, in the order of its samples; those of each batch are written as it ends."""
         file, prompts = self._sample_files[group.task.suite], group.prompts
-        keys = [key(one) for one in group.identities]
+        keys = [sample_key(one) for one in group.identities]
         if self.again:
             file.forget(keys)
         on_tokens(int(prompts.cost * sum(key in file.records for key in keys) / max(len(keys), 1)))
@@ -187,7 +187,7 @@ class Prompted:
             "score": scores[group.task.metric],
             "scores": scores,
             "found": found(sample, output) if found else None,
-            "facts": dict(sample.metadata),
+            "metadata": dict(sample.metadata),
             **group.variant.sample_record(length),
             "protocol": group.prompts.protocol,
             "seconds": seconds,
@@ -201,7 +201,7 @@ class Prompted:
         """The result record of a group."""
         task, first = group.task, answered[0] if answered else {}
         # Questions about one problem or one paragraph are not independent.
-        clusters = [record["facts"].get("cluster", record["index"]) for record in answered]
+        clusters = [record["metadata"].get("cluster", record["index"]) for record in answered]
         mean = mean_of([record["score"] for record in answered], clusters)
         if mean is None:
             raise DataError(f"{task.suite}:{task.name} has no samples.")
@@ -210,7 +210,7 @@ class Prompted:
             "positional": answered[-1]["positional"],
             "seed": group.prompts.seed,
             "metric": task.metric,
-            "score": mean.score,
+            "score": mean.mean,
             "stderr": mean.stderr,
             "low": mean.low,
             "high": mean.high,
@@ -219,7 +219,7 @@ class Prompted:
                 name: math.fsum(record["scores"][name] for record in answered) / len(answered)
                 for name in first["scores"]
             },
-            "truncated": sum(bool(record["facts"].get("truncated")) for record in answered),
+            "truncated": sum(bool(record["metadata"].get("truncated")) for record in answered),
             "longest": max(record["tokens"] for record in answered),
             "settings": first["settings"],
             "higher_is_better": True,

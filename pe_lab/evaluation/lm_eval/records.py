@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pe_lab.evaluation.lm_eval.requests import Used
-from pe_lab.results.intervals import Z95, wilson
+from pe_lab.results.statistics import Z95, wilson
 from pe_lab.results.records import Record, finite
-from pe_lab.results.samples import SampleRecord
+from pe_lab.results.records import SampleRecord
 
 BOOTSTRAPS = 1000  # for the standard errors of metrics that have no formula
 # The metric that papers report of a task is the first of these; its others are in the record too.
@@ -164,7 +164,7 @@ def _document(entries: Sequence[Mapping[str, Any]], used: Used) -> SampleRecord:
         "output": outputs[first["filter"]],
         "score": float(main) if isinstance(main, int | float) else None,
         "scores": scores,
-        "facts": metadata,
+        "metadata": metadata,
         "seconds": used.seconds,
     }
     return record | ({"outputs": outputs} if len(outputs) > 1 else {})

@@ -15,8 +15,8 @@ from pe_lab.evaluation.variants import Variant
 from pe_lab.parallel import on_first
 from pe_lab.positional import label_layers
 from pe_lab.results.records import Record, RecordFile, digest, finite
-from pe_lab.results.samples import SampleFile, key
-from pe_lab.results.unfinished import announced
+from pe_lab.results.records import SampleFile, sample_key
+from pe_lab.results.records import announced
 from pe_lab.storage import AnyPath
 from pe_lab.terminal import console
 from pe_lab.training.machine import versions
@@ -111,8 +111,8 @@ class Measurement:
         self.variant, self.name, self.shared = variant, name, shared
         length = max_length or variant.training_length
         self.length = min(length, variant.crop or length)
-        self.reading = variant.fingerprint(self.length)
-        settings = {**shared, "max_length": self.length, "reading": self.reading}
+        self.fingerprint = variant.fingerprint(self.length)
+        settings = {**shared, "max_length": self.length, "fingerprint": self.fingerprint}
         self.mine = {"checkpoint_id": variant.subject.id, "settings": digest(settings, 16)}
         shown = "".join(c if c.isalnum() or c in "-_." else "-" for c in name)[:80]
         self.requests = directory / "samples" / "lm_eval_requests" / f"{shown}-{digest([name, self.mine])}.jsonl"
@@ -120,7 +120,7 @@ class Measurement:
     def found(self, records: Sequence[Record]) -> list[Record]:
         """Its records if all of them exist; another measurement may have replaced one."""
         subject = self.variant.subject
-        who = {"run": subject.run, "checkpoint": subject.path, "method": self.variant.method}
+        who = {"run": subject.run, "checkpoint": subject.path, "variant": self.variant.method}
         wanted = {"asked": self.name, **who, **self.mine}
         mine = {record["source"]: record for record in records if wanted.items() <= record.items()}
         written = next(iter(mine.values())).get("asked_tasks", []) if mine else []
@@ -129,14 +129,14 @@ class Measurement:
     def run(self, model: Any, manager: Any, loaded: Sequence[Any], samples: SampleFile) -> list[Record]:
         """Measures it, and writes the sample records; its records."""
         shared, out = self.shared, console()
-        fields = {"reading": self.reading, "suite": "lm_eval", "task": "", "length": None, "seed": None}
+        fields = {"fingerprint": self.fingerprint, "suite": "lm_eval", "task": "", "length": None, "seed": None}
         identity = {**self.mine, **fields, "index": 0}
         model.journal = Journal(SampleFile(self.requests), identity | {"task": self.name})
         model.used.clear()
         measured, logged = measure(model, manager, loaded, shared["limit"], shared["num_fewshot"], shared["chat"])
         more = self.variant.sample_record(self.length) | {"protocol": f"lm_eval-{shared['harness']}"}
         documents = sample_records(logged, model.used, identity, more)
-        samples.forget([key(record) for record in documents])
+        samples.forget([sample_key(record) for record in documents])
         samples.add(documents)
         if kept := model.journal.found:
             out.print(f"{kept:,} requests of {self.name} were answered before.")

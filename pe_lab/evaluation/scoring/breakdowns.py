@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from pe_lab.results.intervals import mean_of
-from pe_lab.results.samples import SampleRecord
+from pe_lab.results.statistics import mean_of
+from pe_lab.results.records import SampleRecord
 
 
 def by_depth(records: Sequence[SampleRecord]) -> dict[str, list[Any]]:
@@ -35,9 +35,9 @@ def by_length(records: Sequence[SampleRecord], record_edges: Sequence[int] | Non
       record_edges: edges by the `record_length` of the source's records instead (LongBench-E: words, or characters).
     """
     if record_edges is None:
-        sizes, known = [r["facts"].get("tokens_before_truncation") or r["tokens"] for r in records], LENGTH_EDGES
+        sizes, known = [r["metadata"].get("tokens_before_truncation") or r["tokens"] for r in records], LENGTH_EDGES
     else:
-        sizes, known = [r["facts"]["record_length"] for r in records], tuple(record_edges)
+        sizes, known = [r["metadata"]["record_length"] for r in records], tuple(record_edges)
     edges = list(known[: max(2, sum(edge <= max(sizes) for edge in known) + 1)])
     if max(sizes) >= edges[-1]:
         edges.append(max(sizes) + 1)
@@ -48,7 +48,7 @@ def by_length(records: Sequence[SampleRecord], record_edges: Sequence[int] | Non
     return {
         "edges": edges,
         "of": "tokens" if record_edges is None else "words",
-        "score": [part.score if part else None for part in parts],
+        "score": [part.mean if part else None for part in parts],
         "low": [part.low if part else None for part in parts],
         "high": [part.high if part else None for part in parts],
         "count": [part.count if part else 0 for part in parts],

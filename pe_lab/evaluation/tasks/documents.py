@@ -17,8 +17,8 @@ from pe_lab.evaluation.scoring.likelihood import Likelihoods
 from pe_lab.evaluation.tasks import perplexity
 from pe_lab.evaluation.variants import Variant
 from pe_lab.results.records import Record, RecordFile, digest, finite
-from pe_lab.results.samples import SampleFile, SampleRecord, key
-from pe_lab.results.unfinished import announced
+from pe_lab.results.records import SampleFile, SampleRecord, sample_key
+from pe_lab.results.records import announced
 from pe_lab.storage import AnyPath
 from pe_lab.terminal import console
 from pe_lab.training.machine import versions
@@ -96,7 +96,7 @@ class Documents:
         measure = Likelihoods(lm)
         identity = {
             "checkpoint_id": variant.subject.id,
-            "reading": variant.fingerprint(length),
+            "fingerprint": variant.fingerprint(length),
             "suite": "perplexity",
             "task": "document",
             "length": length,
@@ -104,13 +104,13 @@ class Documents:
         }
         if self._again:
             number = sum(1 for _ in itertools.islice(self._source.documents(), self._count))
-            file.forget([key(identity | {"index": index}) for index in range(number)])
+            file.forget([sample_key(identity | {"index": index}) for index in range(number)])
         documents = enumerate(itertools.islice(self._source.documents(), self._count))
         while part := list(itertools.islice(documents, TOGETHER)):
             if any(document.messages for _, document in part):
                 raise ConfigError(f"{self._source.name} is of chats; documents are measured where they are texts.")
             identities = {index: identity | {"index": index} for index, _ in part}
-            if any(key(record) not in file.records for record in identities.values()):
+            if any(sample_key(record) not in file.records for record in identities.values()):
                 ids = {
                     index: np.asarray(lm.tokenizer.encode_prompt(document.text), np.int32) for index, document in part
                 }
@@ -132,7 +132,7 @@ class Documents:
                     new.append(finite(identities[index] | measured))
                 file.add(new)
                 progress.add(sum(map(len, ids.values())))
-            stored = [file.records[key(record)] for record in identities.values()]
+            stored = [file.records[sample_key(record)] for record in identities.values()]
             yield from (record for record in stored if record["scored"])
 
     def _summary(self, variant: Variant, length: int, records: Sequence[SampleRecord]) -> Record:

@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from pe_lab.errors import DataError
 from pe_lab.results.records import number
-from pe_lab.results.runs import Phase, read_runs
+from pe_lab.results.runs import PhaseFiles, read_runs
 from pe_lab.results.scores import measure
 from pe_lab.results.variants import VARIANTS
 from pe_lab.storage import AnyPath
@@ -45,7 +45,7 @@ def scores(directory: AnyPath) -> dict[str, float]:
                 continue
             kind = str(record.get("suite", ""))
             source = str(record.get("source"))
-            method = str(record.get("method", ""))
+            method = str(record.get("variant", ""))
             variant = "" if method == VARIANTS[0] else f" {method}"
             value = cell.score if cell.higher_is_better else -cell.score  # nats, not a perplexity
             for of in ("",) if kind in SUITES else ("", f":{source}"):
@@ -66,7 +66,7 @@ def losses(directory: AnyPath) -> dict[str, float]:
     return found
 
 
-def validation_names(phase: Phase) -> list[str]:
+def validation_names(phase: PhaseFiles) -> list[str]:
     """The validation losses that a phase has logged."""
     names = dict.fromkeys(name for record in phase.metrics for name in record if name.startswith("validation_loss"))
     if not names:

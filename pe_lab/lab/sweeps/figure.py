@@ -13,8 +13,9 @@ from pe_lab.page.chart_parts import MOST
 from pe_lab.page.figure_style import OKABE_ITO, look, render
 from pe_lab.page.loss_charts import offsets
 from pe_lab.results.formatting import count, shortened
-from pe_lab.results.groups import Spread, curve_over_seeds
-from pe_lab.results.runs import Run
+from pe_lab.results.groups import curve_over_seeds
+from pe_lab.results.statistics import Mean
+from pe_lab.results.runs import RunFiles
 
 BINS = 100  # points of a curve: each is the mean of the steps between two of them
 LOGARITHMIC = 3  # an axis whose largest value is so many times its smallest
@@ -48,7 +49,7 @@ def draw(table: SweepTable, form: str) -> bytes:
         return render(figure, form)
 
 
-def _curves(table: SweepTable, name: str) -> dict[str, list[tuple[float, Spread]]]:
+def _curves(table: SweepTable, name: str) -> dict[str, list[tuple[float, Mean]]]:
     """{setting: (tokens, mean and interval over its seeds)}; a setting without two common points is left out."""
     found = {}
     for summary in table.summaries:
@@ -59,7 +60,7 @@ def _curves(table: SweepTable, name: str) -> dict[str, list[tuple[float, Spread]
     return found
 
 
-def _binned(run: Run, name: str) -> list[tuple[float, float]]:
+def _binned(run: RunFiles, name: str) -> list[tuple[float, float]]:
     """(tokens, mean value) of a curve over all phases, in at most `BINS` parts of equal numbers of points."""
     before = offsets(run)
     points = sorted((before[phase.name] + x, y) for phase in run.phases for x, y in phase.series(name))

@@ -22,8 +22,8 @@ from pe_lab.lab.sweeps.table import (
     summarize,
 )
 from pe_lab.page.document import build_page
-from pe_lab.results.groups import Spread
-from pe_lab.results.paired import Difference
+from pe_lab.results.statistics import Mean
+from pe_lab.results.statistics import Difference
 from pe_lab.storage import AnyPath, write_files
 
 NAMES = {VALIDATION: "validation loss", TRAINING: "training loss"}
@@ -97,7 +97,7 @@ def _difference(summary: Summary, metric: str) -> list[str]:
     return [_with_interval(difference, "+.3g", ".2g"), "" if math.isnan(p) else f"{p:.2g}"]
 
 
-def _with_interval(found: Spread | Difference, form: str, form_of_interval: str) -> str:
+def _with_interval(found: Mean | Difference, form: str, form_of_interval: str) -> str:
     """`3.1 ± 0.2`; without the interval where one value has none."""
     half = "" if math.isnan(found.high) else f" ± {found.high - found.mean:{form_of_interval}}"
     return f"{found.mean:{form}}{half}"

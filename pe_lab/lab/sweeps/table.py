@@ -13,12 +13,12 @@ from pe_lab.lab.sweeps.cells import Cell, Sweep
 from pe_lab.lab.sweeps.grid import label, plain, short_keys, split_values
 from pe_lab.lab.sweeps.state import is_trained, phases_of
 from pe_lab.results.comparison import by_seed, last_validation
-from pe_lab.results.groups import Spread, spread
-from pe_lab.results.paired import Difference, holm
+from pe_lab.results.statistics import Mean, over_seeds
+from pe_lab.results.statistics import Difference, holm
 from pe_lab.results.records import Record, number
-from pe_lab.results.runs import Run, read_runs
+from pe_lab.results.runs import RunFiles, read_runs
 from pe_lab.results.standing import cautions, is_former
-from pe_lab.results.tables import build_tables, label_of
+from pe_lab.results.scores import build_tables, label_of
 
 VALIDATION, TRAINING = "validation_loss", "loss"
 LAST_PART = 0.1  # of the last phase's steps, whose mean is the training loss: a single step's is noise
@@ -36,7 +36,7 @@ class CellRecord:
     """
 
     cell: Cell
-    run: Run
+    run: RunFiles
     metrics: Mapping[str, float]
     higher: frozenset[str]
     remarks: tuple[str, ...] = ()
@@ -58,7 +58,7 @@ class Summary:
     setting: Mapping[str, str]
     records: tuple[CellRecord, ...]
     missing: int
-    means: Mapping[str, Spread]
+    means: Mapping[str, Mean]
     differences: Mapping[str, tuple[Difference, float]]
 
 
@@ -91,7 +91,7 @@ def collect(sweep: Sweep) -> list[CellRecord]:
     return found
 
 
-def _as_planned(run: Run, steps: Mapping[str, int]) -> Run:
+def _as_planned(run: RunFiles, steps: Mapping[str, int]) -> RunFiles:
     """The run up to the steps, {phase: steps}, that its cell asked for; the run itself if it has no more of them."""
     most = {name: steps[name] or math.inf for name in steps}
     if not any(phase.steps_done > most.get(phase.name, math.inf) for phase in run.phases):
@@ -110,7 +110,7 @@ def _as_planned(run: Run, steps: Mapping[str, int]) -> Run:
     return replace(run, phases=phases, evaluation=evaluation, plans=[asked_for(plan) for plan in run.plans])
 
 
-def _losses(run: Run) -> dict[str, float]:
+def _losses(run: RunFiles) -> dict[str, float]:
     """The last validation loss, and the mean training loss of the last steps."""
     if not run.phases:
         return {}
@@ -130,7 +130,7 @@ def _losses(run: Run) -> dict[str, float]:
     return losses
 
 
-def _scores(run: Run) -> tuple[dict[str, float], frozenset[str]]:
+def _scores(run: RunFiles) -> tuple[dict[str, float], frozenset[str]]:
     """{name: value} of the evaluations of a run's last checkpoint, and those of which a higher value is better.
 
     Scores of an earlier step of the last phase do not count.
@@ -182,7 +182,7 @@ def summarize(
     for record in records:
         groups[settings[record.cell.name]].append(record)
     means = {
-        setting: {name: spread([*found.values()]) for name in metrics if (found := _values(group, name))}
+        setting: {name: over_seeds([*found.values()]) for name in metrics if (found := _values(group, name))}
         for setting, group in groups.items()
     }
     sign = -1 if metric in higher else 1

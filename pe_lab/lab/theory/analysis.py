@@ -14,7 +14,8 @@ from pe_lab.analysis.analysis import Analysis
 from pe_lab.errors import ConfigError
 from pe_lab.lab.theory.claims import Claim, claims
 from pe_lab.results.figures import Figure, HeatMaps, Line, LineCharts
-from pe_lab.results.findings import Findings, TextTable
+from pe_lab.results.findings import Findings
+from pe_lab.results.table import TextTable
 from pe_lab.terminal import Progress, any_seed, console
 
 PAPERS = ("p-RoPE", "DroPE", "DoPE", "pe_notebook")

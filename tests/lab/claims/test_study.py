@@ -220,7 +220,7 @@ def test_the_number_of_a_suite_is_the_mean_of_its_tasks(tmp_path):
     }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(json.dumps(content))
-    about = {"suite": "niah", "phase": "pretrain", "step": 1, "method": "YaRN", "length": 8, "factor": 2, "samples": 4}
+    about = {"suite": "niah", "phase": "pretrain", "step": 1, "variant": "YaRN", "length": 8, "factor": 2, "samples": 4}
     rows = [
         {**about, "source": task, "score": score} for task, score in {"multi_key": 0.25, "multi_query": 0.75}.items()
     ]

@@ -11,7 +11,7 @@ from tiny_runs import write_recipe
 from pe_lab.errors import ConfigError
 from pe_lab.lab.sweeps import collect, make_sweep, save_sweep, summarize
 from pe_lab.lab.sweeps.results import shown, write_results
-from pe_lab.results.unfinished import announced
+from pe_lab.results.records import announced
 
 # (rate, seed) -> the last validation loss
 LOSSES = {
