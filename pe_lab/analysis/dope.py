@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from pe_lab.analysis.analysis import Analysis
-from pe_lab.analysis.dope_results import Cell, CellScores, Comparison, findings
+from pe_lab.analysis.dope_results import BASE, DopeCell, DopeScores, findings
 from pe_lab.analysis.head_entropy import measure_heads
 from pe_lab.analysis.head_spectra import INDICATORS, STAGES, check_name, checked_rank
 from pe_lab.analysis.sequences import Sequences, counted, text_windows
@@ -28,7 +28,8 @@ from pe_lab.evaluation.variants import Subject, Variant
 from pe_lab.positional import DOPE, denoise_by
 from pe_lab.positional.codec import numbers_and_ranges
 from pe_lab.results.findings import Findings
-from pe_lab.results.statistics import SIGNIFICANT, holm, paired
+from pe_lab.results.statistics import SIGNIFICANT, with_holm
+from pe_lab.results.table import Cell, Metric, Table, by_sample, samples_cell
 from pe_lab.terminal import any_seed, console, positive
 
 ORDERS = ("ascending", "descending")
@@ -42,7 +43,7 @@ GRID = {  # key -> values, of which a sweep has every combination
 }
 
 
-def parse_grid(text: str | None, heads: int) -> list[Cell]:
+def parse_grid(text: str | None, heads: int) -> list[DopeCell]:
     """The cells of `key=a,b;key=c`; a key that is not named has its values of `GRID`.
 
     Args:
@@ -71,7 +72,7 @@ def parse_grid(text: str | None, heads: int) -> list[Cell]:
         if not 1 <= count <= heads:
             raise ConfigError(f"--grid: heads={count} is impossible; the model has {heads} heads. Give 1 to {heads}.")
     kept = (values["method"], values["indicator"], values["stage"], ranks, counts, values["order"])
-    return list(itertools.starmap(Cell, itertools.product(*kept)))
+    return list(itertools.starmap(DopeCell, itertools.product(*kept)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -90,7 +91,7 @@ class Sweep:
     """
 
     session: Session
-    cells: list[Cell]
+    cells: list[DopeCell]
     tasks: list[Task]
     length: int
     zero_shot: Task | None
@@ -197,8 +198,8 @@ def open_sweep(session: Session) -> Sweep:
 
 
 def denoised(
-    variant: Variant, cells: Sequence[Cell], scores: Mapping[Cell, np.ndarray], length: int
-) -> Iterator[tuple[Cell, Variant]]:
+    variant: Variant, cells: Sequence[DopeCell], scores: Mapping[DopeCell, np.ndarray], length: int
+) -> Iterator[tuple[DopeCell, Variant]]:
     """Each cell with its model: one for all that make the same layers, `variant` itself where they change nothing."""
     made = {variant.fingerprint(length): variant}
     before = variant.layers_at(length)
@@ -217,7 +218,7 @@ def _run(session: Session) -> Findings | None:
     out.print(sweep.plan())
     if session.arguments.dry_run:
         return None
-    models: list[dict[Cell, Variant]] = []
+    models: list[dict[DopeCell, Variant]] = []
     for variant, name in zip(session.variants, session.names, strict=True):
         session.sequences = sweep.sequences(variant.subject)
         alone = dataclasses.replace(session, variants=[variant], names=[name])
@@ -232,41 +233,43 @@ def _run(session: Session) -> Findings | None:
         (id(group.variant), _task_name(group.task)): records for group, _, records in answers.answered()
     }
     zero = _zero_shot(sweep)
-    compared = _comparisons(sweep, models, answered)
-    tasks = [_task_name(task) for task in sweep.tasks]
+    tables = [
+        _scores({BASE: variant, **cells}, sweep.tasks, answered)
+        for variant, cells in zip(session.variants, models, strict=True)
+    ]
+    compared = with_holm(
+        {
+            (v, model, task): by_sample(tables[v].cells[cell, task], tables[v].cells[BASE, task])
+            for v, variant in enumerate(session.variants)
+            for task in map(_task_name, sweep.tasks)
+            for model, cell in {id(one): cell for cell, one in models[v].items() if one is not variant}.items()
+        }
+    )
     results = []
-    for variant, name, cells in zip(session.variants, session.names, models, strict=True):
-        base = {task: _scores(answered[id(variant), task]) for task in tasks}
-        rows = [
-            (cell, {task: _scores(answered[id(one), task]) for task in tasks}, compared.get(id(one)))
-            for cell, one in cells.items()
-        ]
+    for v, (variant, name, cells) in enumerate(zip(session.variants, session.names, models, strict=True)):
+        differences = {(model, task): one for (of, model, task), one in compared.items() if of == v}
         chosen = {cell: _edited(one, variant, sweep.length) for cell, one in cells.items()}
-        results.append(CellScores(name, base, rows, zero.get(variant.subject.id), chosen))
-    return findings(results, tasks, sweep.length, session.arguments.seed)
+        model_of = {cell: id(one) for cell, one in {BASE: variant, **cells}.items()}
+        shot = zero.get(variant.subject.id)
+        results.append(DopeScores(name, tables[v], model_of, differences, shot and _mean(shot), chosen))
+    return findings(results, list(map(_task_name, sweep.tasks)), sweep.length, session.arguments.seed)
 
 
-def _comparisons(
-    sweep: Sweep, models: Sequence[Mapping[Cell, Variant]], answered: Mapping[tuple[int, str], list[dict[str, Any]]]
-) -> dict[int, dict[str, Comparison]]:
-    """Every distinct denoised model against the one without DoPE, by task; p-values corrected for their number."""
-    found: list[tuple[int, str, Any]] = []
-    for variant, cells in zip(sweep.session.variants, models, strict=True):
-        others = {id(one): one for one in cells.values() if one is not variant}
-        for task in map(_task_name, sweep.tasks):
-            base, clusters = _scores(answered[id(variant), task])
-            found += [(one, task, paired(_scores(answered[one, task])[0], base, clusters)) for one in others]
-    corrected = holm([difference.p for *_, difference in found])
-    compared: dict[int, dict[str, Comparison]] = {}
-    for (one, task, difference), p in zip(found, corrected, strict=True):
-        compared.setdefault(one, {})[task] = Comparison(difference, float(p))
-    return compared
+def _scores(
+    models: Mapping[Any, Variant], tasks: Sequence[Task], answered: Mapping[tuple[int, str], list[dict[str, Any]]]
+) -> Table:
+    """The table of the answered samples of models by task."""
+    names = list(map(_task_name, tasks))
+    cells = {(row, task): _mean(answered[id(one), task]) for row, one in models.items() for task in names}
+    return Table(tuple(map(Metric, names)), models, cells)
 
 
-def _scores(records: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[Any]]:
-    """The scores of answered samples, and their clusters."""
+def _mean(records: Sequence[Mapping[str, Any]]) -> Cell:
+    """The mean score of answered samples, of which those of a cluster count as one."""
     clusters = [record["metadata"].get("cluster", record["index"]) for record in records]
-    return [record["score"] for record in records], clusters
+    found = samples_cell([record["score"] for record in records], clusters)
+    assert found is not None  # samples were counted before anything was measured
+    return found
 
 
 def _zero_shot(sweep: Sweep) -> dict[str, list[dict[str, Any]]]:

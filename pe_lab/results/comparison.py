@@ -12,7 +12,7 @@ from pe_lab.results.runs import RunFiles
 from pe_lab.results.scores import build_tables
 from pe_lab.results.standing import comparable
 from pe_lab.results.statistics import Difference
-from pe_lab.results.table import Cell, Length, Metric, Table, difference, seeds_table
+from pe_lab.results.table import Cell, Length, Metric, Table, by_seed, seeds_table
 from pe_lab.results.variants import DROPPED, kind
 
 LOSS = "validation loss"
@@ -199,7 +199,7 @@ def _in_suite(name: str, suite: str, first: RunFiles, other: RunFiles) -> list[P
 
 def _paired(theirs: Cell | None, mine: Cell | None) -> Difference | None:
     """The difference of two cells, of losses where they are losses; None for fewer than two seeds in common."""
-    found = difference(theirs, mine) if theirs and mine else None
+    found = by_seed(theirs, mine) if theirs and mine else None
     if found is None or found.count < 2:
         return None
     return found if mine.higher_is_better else found.reversed

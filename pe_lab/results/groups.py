@@ -126,7 +126,9 @@ def _pool(name: str, members: tuple[RunFiles, ...]) -> RunFiles:
         first,
         name=name,
         phases=[_pool_phases(alike) for alike in phases if len(alike) == len(members)],
-        evaluation={suite: _pool_records({seeds_of(run): run.evaluation.get(suite, []) for run in members}) for suite in suites},
+        evaluation={
+            suite: _pool_records({seeds_of(run): run.evaluation.get(suite, []) for run in members}) for suite in suites
+        },
         problems=[f"{run.name}: {problem}" for run in members for problem in run.problems],
         analyses={},
         ledger=[],
@@ -257,7 +259,9 @@ def _lists(records: Sequence[Record]) -> Record:
             merged[part or values] = None
             continue
         columns = [[number({"x": x}, "x") for x in column] for column in zip(*lists, strict=True)]
-        spreads = [over_seeds([x for x in column if x is not None]) if None not in column else None for column in columns]
+        spreads = [
+            over_seeds([x for x in column if x is not None]) if None not in column else None for column in columns
+        ]
         numbers = {
             values: [s and s.mean for s in spreads],
             ("low" if part else f"{values}_low"): [s and s.low for s in spreads],

@@ -9,15 +9,13 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pe_lab.results.formatting import percent, short_number, times
 from pe_lab.results.records import Record, as_dict, number
-from pe_lab.results.statistics import Z95, Difference, Mean, over_seeds, paired_t, with_holm
-
-Pairs = Callable[[Sequence[float], Sequence[float]], Difference]  # the difference of scores in pairs, and its test
+from pe_lab.results.statistics import Z95, Difference, Mean, mean_of, over_seeds, paired, paired_t, with_holm
 
 
 @dataclass(frozen=True)
@@ -84,6 +82,17 @@ def seeds_cell(values: Mapping[Hashable, float], lower: bool = False) -> Cell:
     return Cell(found.mean, sign * found.mean, None, {"higher_is_better": not lower}, ends=ends, scores=scores)
 
 
+def samples_cell(scores: Sequence[float], clusters: Sequence[Hashable]) -> Cell | None:
+    """The mean of the scores in 0..1 of samples, and the cluster of each (`mean_of`); None of no scores."""
+    found = mean_of(scores, clusters)
+    if found is None:
+        return None
+    of_sample = {(cluster, n): score for n, (cluster, score) in enumerate(zip(clusters, scores, strict=True))}
+    return Cell(
+        found.mean, found.mean, found.stderr, {"samples": found.count}, True, (found.low, found.high), of_sample
+    )
+
+
 def is_prompted(record: Record) -> bool:
     """Whether a record is of a task that is asked with prompts: it names the metric of its score."""
     return isinstance(record.get("metric"), str) and "score" in record
@@ -98,10 +107,17 @@ def compare(ours: Cell, theirs: Cell) -> str:
     return "win" if difference > 0 else "loss"
 
 
-def difference(ours: Cell, theirs: Cell, test: Pairs = paired_t) -> Difference | None:
-    """The difference `ours - theirs` of the scores in pairs, over the seeds or samples that both have; None without."""
-    both = [name for name in ours.scores if name in theirs.scores]
-    return test([ours.scores[name] for name in both], [theirs.scores[name] for name in both]) if both else None
+def by_seed(ours: Cell, theirs: Cell) -> Difference | None:
+    """The difference `ours - theirs` of the scores in pairs of seeds, by Student's t test; None without a common seed."""
+    both = [seed for seed in ours.scores if seed in theirs.scores]
+    return paired_t(*([cell.scores[seed] for seed in both] for cell in (ours, theirs))) if both else None
+
+
+def by_sample(ours: Cell, theirs: Cell) -> Difference | None:
+    """The same of `samples_cell`s, on the samples of both, by the sign-flip test."""
+    both = [sample for sample in ours.scores if sample in theirs.scores]
+    scores = ([cell.scores[sample] for sample in both] for cell in (ours, theirs))
+    return paired(*scores, [cluster for cluster, _ in both]) if both else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -218,11 +234,11 @@ class Table:
         others = {label: cell for label, cell in cells.items() if label != winner and cells[winner].stderr is not None}
         return winner, {label for label, cell in others.items() if compare(cell, cells[winner]) == "tie"}
 
-    def differences(self, baseline: Hashable, column: Column, test: Pairs = paired_t) -> dict[Any, Difference]:
-        """{label: the difference of its score from that of `baseline`, in pairs}; p is corrected for all rows."""
+    def differences(self, baseline: Hashable, column: Column) -> dict[Any, Difference]:
+        """{label: the difference of its score from that of `baseline`, by seed}; p is corrected for all rows."""
         of = self.cell(baseline, column)
         cells = {label: cell for label, cell in self.column(column).items() if label != baseline}
-        known = {label: difference(cell, of, test) for label, cell in cells.items()} if of else {}
+        known = {label: by_seed(cell, of) for label, cell in cells.items()} if of else {}
         return with_holm({label: one for label, one in known.items() if one is not None})
 
     def without(self, keys: Iterable[Hashable]) -> Table:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pe_lab.results.formatting import listing, short_number, shortened
 from pe_lab.results.records import Record
 from pe_lab.results.statistics import Z95
-from pe_lab.results.table import Cell, Length, Table, compare, difference
+from pe_lab.results.table import Cell, Length, Table, by_seed, compare
 from pe_lab.results.variants import DROPPED, is_dropped, is_rotary, kind
 
 
@@ -219,7 +219,7 @@ def _best_sentence(table: Table, column: Length, unlike: str, in_pairs: bool) ->
     if not others:
         return f"{start}; nothing else was measured."
     rival, theirs = others[0]
-    found = difference(best, theirs) if in_pairs else None
+    found = by_seed(best, theirs) if in_pairs else None
     found = found if found and found.count > 1 else None
     against = f"{shortened(rival)} ({theirs.shown})"
     if found is None and (best.stderr is None or theirs.stderr is None):

@@ -109,7 +109,7 @@ def test_a_history_has_the_checkpoints_of_a_phase_and_the_longest_sequences_firs
         ("RoPE", 400 * 2048): 0.4,
         ("RoPE", 800 * 2048): 0.8,
     }
-    assert list(short[2].variants) == ["RoPE", "RoPE + NTK"]  # DroPE has one checkpoint
+    assert list(short[2].rows) == ["RoPE", "RoPE + NTK"]  # DroPE has one checkpoint
     assert [column.length for column in short[2].columns] == [200 * 2048, 400 * 2048, 800 * 2048]
     assert histories(run_of([needles(), needles("DroPE", step=400)]), "needles") == []
 
