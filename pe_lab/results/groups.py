@@ -1,7 +1,7 @@
-"""Groups of runs that differ by seed only. A group is read as one run: means over its seeds, with intervals.
+"""Groups of runs that differ by seed only. A group is read as one run: means over its seeds.
 
-The intervals are those of `statistics.over_seeds`: Student's t, of two seeds their range. Comparisons use the t interval
-of two seeds all the same. Seeds whose scores are equal have the interval of their samples.
+The intervals are those of `statistics.over_seeds`: Student's t, of two seeds their range. Comparisons use the t
+interval of two seeds all the same. Seeds whose scores are equal have the interval of their samples.
 """
 
 from __future__ import annotations

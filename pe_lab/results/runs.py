@@ -1,7 +1,7 @@
 """Reads run directories: the files that training and evaluation wrote about a run and its phases.
 
-A run may still be going. A missing or damaged file raises no error: it becomes a sentence in `RunFiles.problems`, which the
-report shows.
+A run may still be going. A missing or damaged file raises no error: it becomes a sentence in `RunFiles.problems`, which
+the report shows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Result records as scores and as tables: of a suite by variant and length, by tokens trained, and averages over tasks."""
+"""Result records as scores and as tables: by variant and length, by tokens trained, and averages over tasks."""
 
 from __future__ import annotations
 

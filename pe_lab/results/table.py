@@ -15,7 +15,7 @@ from typing import Any
 
 from pe_lab.results.formatting import percent, short_number, times
 from pe_lab.results.records import Record, as_dict, number
-from pe_lab.results.statistics import Z95, Difference, Mean, mean_of, over_seeds, paired, paired_t, with_holm
+from pe_lab.results.statistics import Z95, Difference, mean_of, over_seeds, paired, paired_t, with_holm
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def compare(ours: Cell, theirs: Cell) -> str:
 
 
 def by_seed(ours: Cell, theirs: Cell) -> Difference | None:
-    """The difference `ours - theirs` of the scores in pairs of seeds, by Student's t test; None without a common seed."""
+    """The difference `ours - theirs` of scores in pairs of seeds, by Student's t test; None without a common seed."""
     both = [seed for seed in ours.scores if seed in theirs.scores]
     return paired_t(*([cell.scores[seed] for seed in both] for cell in (ours, theirs))) if both else None
 
@@ -312,7 +312,7 @@ def csv_text(rows: Iterable[Iterable[object]]) -> str:
     return written.getvalue()
 
 
-def with_half(found: Mean, form: str, form_of_half: str) -> str:
-    """`3.1 ± 0.2`; without the interval where one value has none."""
-    half = "" if math.isnan(found.high) else f" ± {found.high - found.mean:{form_of_half}}"
-    return f"{found.mean:{form}}{half}"
+def with_half(mean: float, high: float | None, form: str, form_of_half: str) -> str:
+    """`3.1 ± 0.2`; without the interval where it is not known."""
+    half = "" if high is None or math.isnan(high) else f" ± {high - mean:{form_of_half}}"
+    return f"{mean:{form}}{half}"
