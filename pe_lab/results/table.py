@@ -300,9 +300,9 @@ class TextTable:
     @property
     def markdown(self) -> str:
         """The table as Markdown, without its title."""
-        lines = [[cell.replace("|", "\\|") for cell in line] for line in (self.header, *self.rows)]
-        lines.insert(1, ["---"] * len(self.header))
-        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        escaped = [[cell.replace("|", "\\|") for cell in row] for row in (self.header, *self.rows)]
+        lines = [f"| {' | '.join(row)} |" for row in escaped]
+        return "\n".join([lines[0], "|" + "---|" * len(self.header), *lines[1:]])
 
 
 def csv_text(rows: Iterable[Iterable[object]]) -> str:
