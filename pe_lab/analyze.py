@@ -31,7 +31,7 @@ from pe_lab.analysis.analysis import Analysis
 from pe_lab.analysis.session import add_arguments, footprint, open_session
 from pe_lab.errors import ConfigError, did_you_mean, redacted
 from pe_lab.lab.theory import analysis as theory
-from pe_lab.page import figure_files, frequency_figures
+from pe_lab.page import figure_files
 from pe_lab.parallel import on_first, one_program
 from pe_lab.positional import build_schedule, describe
 from pe_lab.recipes import split_overrides
@@ -39,8 +39,6 @@ from pe_lab.results.findings import write_findings
 from pe_lab.storage import AnyPath, write_files
 from pe_lab.terminal import argument_parser, console, table, works_on
 from pe_lab.training.machine import machine, versions
-
-FORMATS = ("pdf", "svg", "png")
 
 MODULES = (
     check,
@@ -126,8 +124,8 @@ def _frequencies(args: argparse.Namespace, formats: Sequence[str]) -> tuple[str,
         settings[name] = parse(option, getattr(args, name))
     found = frequencies.analysis(frequencies.Settings(**settings))
     pictures = {
-        f"{name}.{form}": frequency_figures.render(figure, form)
-        for name, figure in frequency_figures.draw(found).items()
+        f"{figure.name}.{form}": figure_files.render(figure, form)
+        for figure in frequencies.figures(found)
         for form in formats
     }
     written = json.dumps(found.to_json(), allow_nan=False)
@@ -265,8 +263,8 @@ def main(argv: Sequence[str]) -> int:
     args.overrides, args.argv = overrides, given
     formats = tuple(dict.fromkeys(items("--format", args.format)))
     for form in formats:
-        if form not in FORMATS:
-            raise ConfigError(f"--format: '{form}' cannot be written. {did_you_mean(form, FORMATS)}")
+        if form not in figure_files.FORMATS:
+            raise ConfigError(f"--format: '{form}' cannot be written. {did_you_mean(form, figure_files.FORMATS)}")
     out = storage.path("--out", args.out) if args.out else None
     if out is not None:
         storage.check_place("--out", out)

@@ -14,7 +14,9 @@ import pytest
 from pe_lab.analysis.frequencies import METHODS, Settings, analysis, incomplete_pairs
 from pe_lab.analyze import ANALYSES, items, main, whole
 from pe_lab.errors import UserError
-from pe_lab.page.frequency_figures import LOOKS, draw, render
+from pe_lab.page.figure_files import render
+from pe_lab.page.frequency_figures import LOOKS
+from pe_lab.page.plot import draw
 from pe_lab.positional import Rope, frequencies
 
 ROOT = Path(__file__).parents[1]

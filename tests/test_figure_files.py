@@ -8,8 +8,9 @@ import re
 import numpy as np
 import pytest
 
-from pe_lab.page.figure_axes import axis_number, colour_limits, every, powers_of_two, tick_names, tokens_text
-from pe_lab.page.figure_files import draw, grid, render
+from pe_lab.page.axes import axis_number, colour_limits, every, powers_of_two, tick_names, tokens_text
+from pe_lab.page.figure_files import grid, render
+from pe_lab.page.plot import draw
 from pe_lab.results.figures import HeatMaps, Line, LineCharts, layer_names
 
 HOSTILE = '<b>$x_1$ & "y"'

@@ -16,8 +16,9 @@ from PIL import Image
 from run_directories import make_run
 
 from pe_lab.page.document import build_page
-from pe_lab.page.figure_lines import line_styles
-from pe_lab.page.figure_maps import cell_colours, large_size, picture
+from pe_lab.page.charts import line_styles
+from pe_lab.page.colours import picture
+from pe_lab.page.maps import cell_colours, large_size
 from pe_lab.report import main
 from pe_lab.results.figures import HeatMaps, Line, LineCharts, layer_names
 from pe_lab.results.findings import Findings, write_findings

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from pe_lab.page.loss_charts import learned_charts, loss_chart, loss_comparison, offsets, running_mean, source_losses
+from pe_lab.page.run_charts import learned_charts, loss_chart, loss_comparison, offsets, running_mean, source_losses
 from pe_lab.page.run_charts import frequency_charts, rotation_of
 from pe_lab.page.score_charts import length_words, position_chart, score_chart
-from pe_lab.page.variants import STYLES, assign_styles
+from pe_lab.page.colours import STYLES
+from pe_lab.page.variants import assign_styles
 from pe_lab.results.runs import PhaseFiles, RunFiles
 from pe_lab.results.table import Cell, Length, Table
 from pe_lab.results.table import Bucket

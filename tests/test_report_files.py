@@ -17,7 +17,7 @@ from run_directories import WINNING, make_run
 
 from pe_lab.page.document import build_page
 from pe_lab.page.export import export_files
-from pe_lab.page.files import shown, slug, table_rows
+from pe_lab.page.export import shown, slug, table_rows
 from pe_lab.report import main
 from pe_lab.results.figures import HeatMaps, Line, LineCharts
 from pe_lab.results.findings import Findings, write_findings
@@ -118,7 +118,7 @@ def test_an_svg_stands_alone_with_its_title_legend_and_light_colours(page, files
 
 
 def test_a_png_has_twice_the_size_and_ink_where_its_letters_are(run, tmp_path, monkeypatch, capsys):
-    from pe_lab.page.files import png
+    from pe_lab.page.figure_files import png
 
     one = next(one for one in shown(build_page([read_run(run)])) if one.svg)
     picture = Image.open(io.BytesIO(png(one.svg)))

@@ -12,10 +12,10 @@ from prompted_rows import row
 from pe_lab.analysis.frequencies import Settings, analysis, size_text, telling_pairs
 from pe_lab.page import provenance, tables
 from pe_lab.page.document import headline, joint_headline
-from pe_lab.page.frequency_figures import draw
+from pe_lab.page.plot import draw
 from pe_lab.page.markup import element, folded, text
 from pe_lab.page.run_section import section, title_of, top, work_out
-from pe_lab.page.task_section import suite_parts
+from pe_lab.page.run_section import suite_parts
 from pe_lab.results.runs import PhaseFiles, RunFiles
 from pe_lab.results.table import Length
 from pe_lab.results.scores import build_tables

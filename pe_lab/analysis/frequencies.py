@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,8 @@ from jaxtyping import Float
 from pe_lab.errors import ConfigError, did_you_mean
 from pe_lab.positional import Layer, PartialRope, Rope, Yarn, frequencies, to_json
 from pe_lab.positional.scalings import SCALINGS
+from pe_lab.results.figures import Line, LineCharts
+from pe_lab.results.formatting import size_text
 from pe_lab.terminal import table
 
 # The display name of a scaling by its name in recipes.
@@ -188,7 +191,54 @@ def incomplete_pairs(inv_freq: Float[np.ndarray, " R"], length: int) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Tables
+# Figures and tables
+
+
+def figures(numbers: Numbers) -> list[LineCharts]:
+    """DroPE's Figures 6 (one factor) and 11 (several), and Partial RoPE's Figure 1."""
+    settings = numbers.settings
+    described = f"{settings.head_dim} channels, base {settings.base:,.10g}, trained on {settings.length:,} tokens"
+    pairs = np.arange(settings.head_dim / 2)
+
+    def panel(factor: float) -> tuple[Line, ...]:
+        return tuple(Line(one.label, pairs, np.array(one.gamma)) for one in numbers.scaling if one.factor == factor)
+
+    def scaling(name: str, title: str, factors: Sequence[float]) -> LineCharts:
+        panels = tuple((f"s = {factor:g}", panel(factor)) for factor in factors)
+        return LineCharts(
+            name,
+            f"RoPE's frequencies under each scaling{title} ({described})",
+            "",
+            panels,
+            "pair of channels, from the fastest to the slowest",
+            "new frequency / old frequency",
+            y_limits=(0.0, 1.06),
+        )
+
+    first, *_ = settings.factors
+    lines = [
+        Line(
+            f"{curve.label}: {curve.rotated_channels} channels",
+            np.array(CACHE_LENGTHS, np.float64),
+            np.array(curve.bytes if curve.rotated_channels else [np.nan] * len(CACHE_LENGTHS), np.float64),
+        )
+        for curve in sorted(numbers.cache, key=lambda curve: -curve.fraction)
+    ]
+    cache = LineCharts(
+        "rotation_cache",
+        f"A stored rotary cache, by the share of {settings.cache_head_dim} channels that rotates",
+        "",
+        (("", tuple(lines)),),
+        "longest sequence, tokens (4k = 4,096)",
+        "size of the stored sines and cosines",
+        log_x=True,
+        log_y=True,
+        x_unit="length",
+        y_unit="bytes",
+        x_ticks=(2.0**12, 2.0**14, 2.0**16, 2.0**18, 2.0**20, 2.0**22, 1e7),
+    )
+    alone = scaling("frequency_scaling", f" at s = {first:g}", settings.factors[:1])
+    return [alone, scaling("frequency_scaling_by_factor", "", settings.factors), cache]
 
 
 def tables(numbers: Numbers) -> str:
@@ -220,11 +270,3 @@ def telling_pairs(settings: Settings) -> list[int]:
     low, high = (int(min(max(bound, 0), pairs)) for bound in bounds)
     chosen = {0, 1, low, low + 1, low + 2, pairs // 2 - 1, high - 1, high, pairs - 2, pairs - 1}
     return sorted(pair for pair in chosen if 0 <= pair < pairs)
-
-
-def size_text(size: float) -> str:
-    """10.2 GB, in decimal units."""
-    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if size >= unit:
-            return f"{size / unit:.3g} {name}"
-    return f"{size:.0f} B"

@@ -38,8 +38,8 @@ from pe_lab.language_model import LanguageModel
 from pe_lab.positional import label_layers
 from pe_lab.results.figures import Figure, HeatMaps, Line, LineCharts, layer_names
 from pe_lab.results.findings import Findings
-from pe_lab.results.table import TextTable
 from pe_lab.results.statistics import interval
+from pe_lab.results.table import TextTable
 
 __all__ = ["ANALYSIS", "HeadEntropy", "head_entropy", "measure_heads"]
 

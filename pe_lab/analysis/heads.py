@@ -19,8 +19,8 @@ from pe_lab.errors import ConfigError
 from pe_lab.language_model import LanguageModel
 from pe_lab.results.figures import Figure, HeatMaps, Line, LineCharts, layer_names
 from pe_lab.results.findings import Findings
-from pe_lab.results.table import TextTable
 from pe_lab.results.statistics import interval
+from pe_lab.results.table import TextTable
 
 PROTOCOL = "heads-3"
 LEAST = 1e-6  # weight that the chart by distance shows

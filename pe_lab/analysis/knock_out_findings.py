@@ -11,8 +11,8 @@ from jaxtyping import Float
 
 from pe_lab.results.figures import Figure, HeatMaps, Line, LineCharts, layer_names
 from pe_lab.results.findings import Findings
-from pe_lab.results.table import TextTable
 from pe_lab.results.statistics import Mean, interval, mean_of
+from pe_lab.results.table import TextTable
 
 Head = tuple[int, int]  # layer, query head
 MASKS = {  # what is done to a head, and the state of the head afterwards

@@ -12,8 +12,8 @@ from jaxtyping import Float, Int
 from pe_lab.analysis.losses import mean_loss
 from pe_lab.results.figures import Figure, HeatMaps, Line, LineCharts
 from pe_lab.results.findings import Findings
-from pe_lab.results.table import TextTable
 from pe_lab.results.statistics import interval
+from pe_lab.results.table import TextTable
 
 NATS = "{:.3f}"
 SHOWN = 10  # rows of a table at its cheap and at its costly end

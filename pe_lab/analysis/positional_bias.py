@@ -22,8 +22,8 @@ from pe_lab.evaluation.variants import Variant
 from pe_lab.language_model import LanguageModel
 from pe_lab.results.figures import Figure, HeatMaps, Line, LineCharts, layer_names
 from pe_lab.results.findings import Findings
-from pe_lab.results.table import TextTable
 from pe_lab.results.statistics import Interval, interval
+from pe_lab.results.table import TextTable
 
 __all__ = ["ANALYSIS", "PositionalBias", "positional_bias"]
 

@@ -23,8 +23,7 @@ from pe_lab.evaluation.variants import Subject, Variant, layers_under, paper_coe
 from pe_lab.model import complete
 from pe_lab.parallel import check_memory, first_then_others, on_first
 from pe_lab.positional import Alibi, Layer, label_layers
-from pe_lab.results.records import Record, RecordFile, finite
-from pe_lab.results.records import announced
+from pe_lab.results.records import Record, RecordFile, announced, finite
 from pe_lab.results.variants import PAPER_COEFFICIENT
 from pe_lab.storage import AnyPath
 from pe_lab.terminal import console

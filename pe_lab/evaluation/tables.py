@@ -14,9 +14,9 @@ from rich.text import Text
 
 from pe_lab.evaluation.tasks import suites
 from pe_lab.results.formatting import shortened
-from pe_lab.results.statistics import wilson
 from pe_lab.results.records import Record, as_dict, bins, number
 from pe_lab.results.scores import arrange
+from pe_lab.results.statistics import wilson
 from pe_lab.results.table import Cell, Length, Table, mean_cell, share_cell, with_shares
 
 # From 0% to 100%, light to dark as in the report; a terminal without colours shows the numbers.

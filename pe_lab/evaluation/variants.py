@@ -132,7 +132,7 @@ class Variant:
         return dataclasses.replace(self.lm, layers=layers).at_length(length)
 
     def fingerprint(self, length: int) -> str:
-        """A digest of the layers for sequences of `length` tokens; sample records hold it under the key `fingerprint`."""
+        """A digest of the layers for sequences of `length` tokens, as sample records have it."""
         layers = self.layers_at(length)
         follows = length if any(layer.follows_length for layer in layers) else None
         return digest([[to_json(layer) for layer in layers], follows, self.crop])

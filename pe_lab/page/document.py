@@ -5,25 +5,24 @@ from __future__ import annotations
 import datetime
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
-from pe_lab.page import figure_script, file_script, provenance
+from pe_lab.page import provenance
+from pe_lab.page.colours import STYLES, palette_css
 from pe_lab.page.comparison import comparison_parts, members_part, paired_sentence
-from pe_lab.page.heat_maps import heat_maps, palette_css
+from pe_lab.page.maps import needle_maps
 from pe_lab.page.markup import Markup, element, text
 from pe_lab.page.run_section import Results, problem_note, run_sections, section, title_of, top, work_out
-from pe_lab.page.stylesheet import CSS, SCRIPT
-from pe_lab.page.suites import SCORED, task_terms
+from pe_lab.page.stylesheet import CSS, FILES_CSS, FILES_SCRIPT, MAPS_CSS, MAPS_SCRIPT, SCRIPT
 from pe_lab.page.tables import label_markup, swatch
-from pe_lab.page.variants import DEFINITIONS, GLOSSARY, NAMES, STYLES, definition
-from pe_lab.results.comparison import last_losses, paired_differences, paired_scores, stand_ins
+from pe_lab.page.variants import DEFINITIONS, GLOSSARY, NAMES, SCORED, definition, task_terms
+from pe_lab.results.comparison import last_losses, paired_differences, stand_ins
 from pe_lab.results.formatting import listing, shortened
 from pe_lab.results.groups import pooled
-from pe_lab.results.statistics import over_seeds
 from pe_lab.results.runs import RunFiles
-from pe_lab.results.table import Length, Table
-from pe_lab.results.standing import comparable, not_compared
 from pe_lab.results.scores import build_tables
+from pe_lab.results.standing import comparable, not_compared
+from pe_lab.results.statistics import over_seeds
+from pe_lab.results.table import Table
 from pe_lab.results.variants import kind
 from pe_lab.results.verdict import best_headline, judge
 
@@ -44,8 +43,8 @@ def build_page(runs: Sequence[RunFiles]) -> str:
     """The document for these runs: text that refers to nothing outside itself."""
     worked = [work_out(run) for run in pooled(runs)]
     analyses = any(run.analyses for run in runs)
-    css, script = (figure_script.CSS, figure_script.SCRIPT) if analyses else ("", "")
-    css, script = file_script.CSS + css, script + file_script.SCRIPT
+    css, script = (MAPS_CSS, MAPS_SCRIPT) if analyses else ("", "")
+    css, script = FILES_CSS + css, script + FILES_SCRIPT
     about = worked[0].run.name if len(worked) == 1 else "comparison"
     body = _one_run(worked[0]) if len(worked) == 1 else _several_runs(worked)
     head = element(
@@ -173,11 +172,7 @@ def _best_of(runs: Sequence[RunFiles], tables: Sequence[Table], what: str) -> st
         some, labels = stand_ins(runs, table)
         common = tuple(column for column in some.columns if len(some.column(column)) == len(runs))
         if common:
-
-            def paired(of: Table, column: Length, best: str, other: str, labels: dict[str, str] = labels) -> Any:
-                return paired_scores(runs, of, labels, column, best, other)
-
-            sentences.append(best_headline([replace(some, columns=common)], what, paired))
+            sentences.append(best_headline([replace(some, columns=common)], what, in_pairs=True))
     if sentences:
         return " ".join(sentences)
     losses = [(over_seeds(values), run) for run in runs if (values := last_losses(run))]
@@ -190,7 +185,7 @@ def _best_of(runs: Sequence[RunFiles], tables: Sequence[Table], what: str) -> st
         several = run.members or other.members
         pairs = "They have no two finished seeds in common" if several else "One seed each"
         return f"{start}; the next is {other.name} ({theirs.mean:.3f}). {pairs}: the luck of training is not known."
-    mean, low, high = (f"{value:.3f}" for value in found.difference[:3])
+    mean, low, high = (f"{value:.3f}" for value in found.difference.numbers)
     return f"{start}, {mean} [{low}, {high}] below {other.name} in {found.difference.count} pairs of seeds."
 
 
@@ -203,9 +198,9 @@ def _how_to_read(worked: Sequence[Results]) -> Markup:
         for name in STYLES
         if name in present or not present - {""}
     ]
-    others = {(str(r.get("model")), str(r.get("method"))): (str(label), r) for label, r in records if not kind(r)}
+    others = {(str(r.get("model")), str(r.get("variant"))): (str(label), r) for label, r in records if not kind(r)}
     variants += [(label_markup(label), definition(record)) for label, record in others.values()]
-    depths = any(heat_maps(one) for results in worked for one in results.all_tables)
+    depths = any(needle_maps(one) for results in worked for one in results.all_tables)
     terms = GLOSSARY | task_terms({suite for results in worked for suite in results.task_tables}, depths)
     return section(
         2,

@@ -1,4 +1,4 @@
-"""The provenance of a run, as HTML: lineage, config, machine, versions, mixture, and caveats."""
+"""The provenance of a run, as HTML: lineage, config, changes, machine, versions, mixture, and caveats."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import json
 import statistics
 from collections.abc import Sequence
 
-from pe_lab.page.loss_charts import phase_style
 from pe_lab.page.markup import Markup, element, folded, note, text
-from pe_lab.page.run_history import history_table
+from pe_lab.page.run_charts import changes_of, phase_style
 from pe_lab.page.tables import plain_table
 from pe_lab.results.comparison import encoding_text
 from pe_lab.results.formatting import count, duration, listing, percent
 from pe_lab.results.groups import seed_words
-from pe_lab.results.records import Record, as_dict, number
+from pe_lab.results.records import Record, as_dict, as_list, mappings, number
 from pe_lab.results.runs import PhaseFiles, RunFiles
 from pe_lab.results.variants import is_dropped, is_rotary
 
@@ -252,7 +251,7 @@ def caveats(run: RunFiles) -> list[str]:
             f"The dropped model has read {percent(more / less - 1)} more training tokens than the RoPE model it is "
             "compared with: its recalibration."
         )
-    if any(record.get("method") == "beta" for record in records):
+    if any(record.get("variant") == "beta" for record in records):
         result.append(
             "β was fitted on held-out text at each length; PI, NTK and YaRN use their formulas and fit nothing."
         )
@@ -290,3 +289,86 @@ def caveats(run: RunFiles) -> list[str]:
                 share = f" ({done} of {len(run.members)} seeds have finished it)"
             result.append(f"Phase {phase.name} is not complete{share}: its figures are preliminary.")
     return result
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What was read of each source, and how the config changed
+
+
+HEAD = ("Phase", "Source", "Weight", "Tokens expected", "Tokens read", "Read / expected", "Epochs")
+
+
+def mixture_table(run: RunFiles) -> Markup:
+    """Tokens of each source in each phase: as its weight says, as read, and in epochs of the source; "" without logs.
+
+    From `read_tokens/SOURCE` and `expected_tokens/SOURCE` of metrics.jsonl, and from `mixture` of phase.json.
+    """
+    rows = [row for phase in run.phases for row in _phase_rows(phase)]
+    if not rows:
+        return Markup("")
+    title = element("p", "Tokens of each source", class_="title below")
+    words = [f"Means over {len(run.members)} seeds."] if run.members else []
+    if any(row[-1] != "–" for row in rows):
+        words.append("An epoch is one pass over the tokens that the source has for training.")
+    note = element("p", " ".join(words), class_="small soft") if words else None
+    return element("div", title, plain_table("Tokens of each source", HEAD, rows, words=HEAD[:2]), note)
+
+
+def _phase_rows(phase: PhaseFiles) -> list[list[str]]:
+    weights = dict(phase.mixture)
+    sizes = {str(one.get("source")): number(one, "tokens") for one in mappings(phase.info.get("mixture"))}
+    read = _last(phase, "read_tokens/")
+    expected = _last(phase, "expected_tokens/")
+    rows = []
+    for source in dict.fromkeys([*weights, *read] if read else ()):
+        tokens, wanted, size = read.get(source), expected.get(source), sizes.get(source)
+        rows.append(
+            [
+                phase.name,
+                source,
+                percent(weights[source]) if source in weights else "–",
+                "–" if wanted is None else count(wanted),
+                "–" if tokens is None else count(tokens),
+                f"{tokens / wanted:.3f}" if tokens is not None and wanted else "–",
+                f"{tokens / size:.3g}" if tokens is not None and size else "–",
+            ]
+        )
+    return rows
+
+
+def _last(phase: PhaseFiles, prefix: str) -> dict[str, float]:
+    """The last value of every key that begins so, by the rest of the key."""
+    found = {}
+    for record in phase.metrics:
+        for key in record:
+            if key.startswith(prefix) and (value := number(record, key)) is not None:
+                found[key.removeprefix(prefix)] = value
+    return found
+
+
+def history_table(run: RunFiles) -> Markup:
+    """When and how the config of a run changed between its starts; "" if it did not.
+
+    From `changes` of run.json, and from the lineage of each phase, which knows the step.
+    """
+    rows: list[list[object]] = []
+    for change in mappings(run.info.get("changes")):
+        keys = [f"{key}: {_value(pair, 0)} → {_value(pair, 1)}" for key, pair in as_dict(change.get("keys")).items()]
+        command = element("code", str(change["command"])) if change.get("command") else "–"
+        rows.append([str(change.get("time") or "–"), text(["; ".join(keys) or "–"]), command])
+    for phase in run.phases:
+        for entry in changes_of(phase):
+            step = number(entry, "step")
+            at = f"{phase.name}, step {step:,.0f}" if step is not None else phase.name
+            rows.append([at, str(entry["what"]), "–"])
+    if not rows:
+        return Markup("")
+    title = element("p", "Changes since the first start", class_="title below")
+    head = ("When", "Change", "Command")
+    return element("div", title, plain_table("Changes since the first start", head, rows))
+
+
+def _value(pair: object, index: int) -> str:
+    values = as_list(pair)
+    value = values[index] if len(values) == 2 else pair
+    return "absent" if value is None else str(value)

@@ -6,15 +6,15 @@ import math
 from collections.abc import Mapping, Sequence
 
 from pe_lab.evaluation.tasks.suites import AVERAGED
+from pe_lab.page.colours import Style
 from pe_lab.page.markup import Markup, element, text
-from pe_lab.page.suites import metric_name, suite_title, table_title, task_name
-from pe_lab.page.variants import Style
+from pe_lab.page.variants import metric_name, suite_title, table_title, task_name
 from pe_lab.results.formatting import percent, short_number, shortened
-from pe_lab.results.statistics import Z95
 from pe_lab.results.records import Record, as_dict, number
 from pe_lab.results.runs import RunFiles
-from pe_lab.results.table import Cell, Length, Table
 from pe_lab.results.scores import averages, label_of, variants_of
+from pe_lab.results.statistics import Z95
+from pe_lab.results.table import Cell, Length, Table
 from pe_lab.results.variants import is_dropped, is_unchanged
 from pe_lab.results.verdict import Duel
 
@@ -331,7 +331,7 @@ def weights_table(tables: Sequence[Table]) -> Markup:
 
 def records_table(suite: str, records: Sequence[Record]) -> Markup:
     """The records of a suite without a known score, as they are: every key that holds a short value."""
-    skip = {"suite", "run", "versions", "model", "method"}
+    skip = {"suite", "run", "versions", "model", "variant"}
     short = (key for record in records for key, value in record.items() if not isinstance(value, list | dict))
     keys = [key for key in dict.fromkeys(short) if key not in skip]
     rows = [

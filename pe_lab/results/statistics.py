@@ -30,6 +30,11 @@ class Mean:
     count: int
     stderr: float | None = None
 
+    @property
+    def numbers(self) -> tuple[float, float, float]:
+        """The mean, and the ends of its interval."""
+        return self.mean, self.low, self.high
+
 
 @dataclass(frozen=True)
 class Difference(Mean):

@@ -12,8 +12,7 @@ from pe_lab.errors import ConfigError
 from pe_lab.evaluation.tasks.suites import SUITES
 from pe_lab.evaluation.tasks.task import Sample, Task
 from pe_lab.evaluation.variants import Variant
-from pe_lab.results.records import digest
-from pe_lab.results.records import SampleRecord
+from pe_lab.results.records import SampleRecord, digest
 
 
 class Prompts:

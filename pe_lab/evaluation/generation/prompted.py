@@ -16,10 +16,8 @@ from pe_lab.evaluation.scoring.breakdowns import by_depth, by_length
 from pe_lab.evaluation.tasks.task import Sample, Task
 from pe_lab.evaluation.variants import Variant
 from pe_lab.parallel import compute_devices, shared
+from pe_lab.results.records import Record, RecordFile, SampleFile, SampleRecord, announced, finite, sample_key
 from pe_lab.results.statistics import mean_of
-from pe_lab.results.records import Record, RecordFile, finite
-from pe_lab.results.records import SampleFile, SampleRecord, sample_key
-from pe_lab.results.records import announced
 from pe_lab.storage import AnyPath
 from pe_lab.terminal import console
 from pe_lab.training.machine import versions
@@ -80,7 +78,8 @@ class Prompted:
         for group in self.groups:
             group.check_crop()
         self.work = sum(group.prompts.cost for group in self.groups)
-        answered = [sample_key(one) in self._sample_files[g.task.suite].records for g in self.groups for one in g.identities]
+        known = {suite: file.records for suite, file in self._sample_files.items()}
+        answered = [sample_key(one) in known[g.task.suite] for g in self.groups for one in g.identities]
         self.total, self.finished = len(answered), 0 if again else sum(answered)
 
     def run(self) -> list[Record]:

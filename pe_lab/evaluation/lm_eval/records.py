@@ -9,9 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pe_lab.evaluation.lm_eval.requests import Used
+from pe_lab.results.records import Record, SampleRecord, finite
 from pe_lab.results.statistics import Z95, wilson
-from pe_lab.results.records import Record, finite
-from pe_lab.results.records import SampleRecord
 
 BOOTSTRAPS = 1000  # for the standard errors of metrics that have no formula
 # The metric that papers report of a task is the first of these; its others are in the record too.

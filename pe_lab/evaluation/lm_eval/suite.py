@@ -14,9 +14,7 @@ from pe_lab.evaluation.progress import describe_speed
 from pe_lab.evaluation.variants import Variant
 from pe_lab.parallel import on_first
 from pe_lab.positional import label_layers
-from pe_lab.results.records import Record, RecordFile, digest, finite
-from pe_lab.results.records import SampleFile, sample_key
-from pe_lab.results.records import announced
+from pe_lab.results.records import Record, RecordFile, SampleFile, announced, digest, finite, sample_key
 from pe_lab.storage import AnyPath
 from pe_lab.terminal import console
 from pe_lab.training.machine import versions

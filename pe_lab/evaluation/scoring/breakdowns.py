@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from pe_lab.results.statistics import mean_of
 from pe_lab.results.records import SampleRecord
+from pe_lab.results.statistics import mean_of
 
 
 def by_depth(records: Sequence[SampleRecord]) -> dict[str, list[Any]]:

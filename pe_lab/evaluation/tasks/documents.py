@@ -16,9 +16,7 @@ from pe_lab.evaluation.progress import TokenProgress
 from pe_lab.evaluation.scoring.likelihood import Likelihoods
 from pe_lab.evaluation.tasks import perplexity
 from pe_lab.evaluation.variants import Variant
-from pe_lab.results.records import Record, RecordFile, digest, finite
-from pe_lab.results.records import SampleFile, SampleRecord, sample_key
-from pe_lab.results.records import announced
+from pe_lab.results.records import Record, RecordFile, SampleFile, SampleRecord, announced, digest, finite, sample_key
 from pe_lab.storage import AnyPath
 from pe_lab.terminal import console
 from pe_lab.training.machine import versions

@@ -19,7 +19,7 @@ from pe_lab.results.table import TextTable
 BEGIN, END = "<!-- made by `python -m pe_lab.claims --write`: do not edit below -->", "<!-- end of what is made -->"
 # verdict: colour of the stylesheet
 LOOKS = {CONFIRMED: "win", REFUTED: "loss", EQUIVALENT: "soft", OPEN: "soft", UNTESTABLE: "soft"}
-HEADER = ("claim", "paper", "verdict", "what decided, with its interval", "size", "seeds", "minutes")
+HEADER = ("sentence", "paper", "verdict", "what decided, with its interval", "size", "seeds", "minutes")
 
 
 def table_rows(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
@@ -47,12 +47,12 @@ def markdown(results: Sequence[Mapping[str, Any]], figures: str) -> str:
         (f"[{result['claim']}](#{result['claim'].replace('_', '-')})", *row)
         for result, row in zip(results, table_rows(results), strict=True)
     ]
-    return "\n".join([_markdown(("name", *HEADER), rows), "", *(_section(result, figures) for result in results)])
+    return "\n".join([_markdown(("claim", *HEADER), rows), "", *(_section(result, figures) for result in results)])
 
 
 def _section(result: Mapping[str, Any], figures: str) -> str:
     name = result["claim"]
-    lines = [f"## {name.replace('_', '-')}", "", f"**{result['claim']}** ({result['paper']})", ""]
+    lines = [f"## {name.replace('_', '-')}", "", f"**{result['sentence']}** ({result['paper']})", ""]
     if result["quote"]:
         lines += [f"> {result['quote']}", ""]
     lines += [f"Verdict at {result['size']} size: **{result['verdict']}**.", ""]
@@ -63,9 +63,7 @@ def _section(result: Mapping[str, Any], figures: str) -> str:
         ]
         lines += [_markdown(("precondition", "rule", "measured [95% interval]", "met"), rows), ""]
     outcome = "outcome here, which says nothing about the claim" if result["verdict"] == UNTESTABLE else "outcome"
-    rows = [
-        (one["text"], f"`{one['rule']}`", described(one), one["outcome"]) for one in mappings(result["criteria"])
-    ]
+    rows = [(one["text"], f"`{one['rule']}`", described(one), one["outcome"]) for one in mappings(result["criteria"])]
     lines += [_markdown(("criterion", "rule", "difference [95% interval]", outcome), rows)]
     lines += ["", f"![{name}]({figures}/{name}.png)", ""]
     rows = []
@@ -141,9 +139,9 @@ def html_page(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _html_row(result: Mapping[str, Any], row: Sequence[str]) -> Markup:
-    """A row of the table at the top, whose claim leads to its section."""
-    claim, paper, verdict, difference, size, *numbers = row
-    link = element("a", claim, href=f"#{result['claim']}")
+    """A row of the table at the top, whose sentence leads to its section."""
+    sentence, paper, verdict, difference, size, *numbers = row
+    link = element("a", sentence, href=f"#{result['claim']}")
     cells = [element("td", link, class_="text", style="min-width:36ch"), _html_text(paper)]
     cells += [_html_verdict(verdict), _html_text(difference), _html_text(size)]
     return element("tr", cells, *(element("td", number) for number in numbers))
