@@ -7,14 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from pe_lab.page.run_charts import learned_charts, loss_chart, loss_comparison, offsets, running_mean, source_losses
-from pe_lab.page.run_charts import frequency_charts, rotation_of
-from pe_lab.page.score_charts import length_words, position_chart, score_chart
 from pe_lab.page.colours import STYLES
+from pe_lab.page.run_charts import (
+    frequency_charts,
+    learned_charts,
+    loss_chart,
+    loss_comparison,
+    offsets,
+    rotation_of,
+    running_mean,
+    source_losses,
+)
+from pe_lab.page.score_charts import length_words, position_chart, score_chart
 from pe_lab.page.variants import assign_styles
 from pe_lab.results.runs import PhaseFiles, RunFiles
-from pe_lab.results.table import Cell, Length, Table
-from pe_lab.results.table import Bucket
+from pe_lab.results.table import Bucket, Cell, Length, Table
 
 
 def plot_of(chart: str) -> list[float]:
@@ -42,7 +49,7 @@ def test_an_axis_of_shares_starts_at_none_and_ends_an_eighth_above_the_best(best
 def test_an_axis_with_bars_ends_above_the_highest_bar(high, top):
     chart = score_chart(table({1.0: 0.01, 2.0: 0.02}, ends=(0.0, high)), {}, "T", bars=True)
     assert plot_of(chart) == [1, 2, 1, 0, pytest.approx(top), 0] and "Thin bars" in chart
-    assert chart.count('opacity="0.6"') == 2 * 2  # a bar at each of two lengths, in two sizes
+    assert chart.count('stroke-opacity="0.6"') == 2 * 2  # a bar at each of two lengths, in two sizes
 
 
 def test_a_chart_of_scores_needs_two_lengths_and_bars_need_shares():
@@ -136,8 +143,8 @@ def test_phases_follow_each_other_whether_or_not_they_count_on():
 
 
 def test_more_than_forty_losses_are_smoothed_over_a_sixtieth():
-    assert "opacity" not in loss_chart(run_of(ROPE))
-    assert loss_chart(run_of(phase("pretrain", "rope", [3.0] * 41))).count("opacity") == 2  # in both sizes
+    assert "stroke-opacity" not in loss_chart(run_of(ROPE))
+    assert loss_chart(run_of(phase("pretrain", "rope", [3.0] * 41))).count("stroke-opacity") == 2  # in both sizes
     points = [(float(i), 6.0 if i == 50 else 0.0) for i in range(180)]  # a window of 3
     assert {(x, y) for x, y in running_mean(points) if y} == {(49.0, 2.0), (50.0, 2.0), (51.0, 2.0)}
     assert running_mean(points[:59]) == points[:59]

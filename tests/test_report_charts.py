@@ -11,12 +11,11 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from pe_lab.page.axes import PlotAxis
-from pe_lab.page.plot import Series
+from pe_lab.page.axes import PlotAxis, decimate, linear_ticks, log_ticks, smooth
 from pe_lab.page.charts import line_chart
-from pe_lab.page.export import shown
-from pe_lab.page.axes import decimate, linear_ticks, log_ticks, smooth
 from pe_lab.page.colours import Style
+from pe_lab.page.export import shown
+from pe_lab.page.plot import Series
 from pe_lab.page.variants import assign_styles
 
 PLAIN = Style("rope")
@@ -240,7 +239,7 @@ def test_each_series_has_its_colour_dash_and_dots():
         ["var(--c-pi)", "2.5", "8 4", "butt"],
         False,
     ]
-    assert [path.get("opacity") is not None for path in paths[:3]] == [True, False, False]
+    assert [path.get("stroke-opacity") is not None for path in paths[:3]] == [True, False, False]
     assert [path.find("title").text for path in paths[:3]] == ["thin", "solid", "dashed"]
     assert [[dot.get("fill") for dot in group.findall("circle")] for group in groups] == [
         [], [], ["var(--c-pi)"] * 3, ["var(--c-ntk)"] * 3,

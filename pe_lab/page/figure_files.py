@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import math
 import re
@@ -22,7 +23,7 @@ from pe_lab.page.stylesheet import ATTRIBUTES, FONTS, PALETTE
 from pe_lab.results.figures import Effects, Figure, HeatMaps, LineCharts
 from pe_lab.results.formatting import percent, shortened
 
-FORMATS = ("pdf", "svg", "png")
+FORMATS = ("png", "svg", "pdf")
 WIDTH, HIGHEST = 672, 880  # pixels: 7 inches, and the most that the panels of a page may take
 GAP, NAME, TICK = 12, 10.5, 9.0  # pixels between panels; sizes of the letters of names and of ticks
 SCALE = 2  # pixels of a PNG for each of its SVG
@@ -81,6 +82,7 @@ def png(drawn: str) -> bytes:
 def pdf(drawn: str) -> bytes:
     """A page of SVG as a PDF, whose lines stay lines and whose letters stay letters."""
     from reportlab.graphics import renderPDF
+    from reportlab.pdfgen.canvas import Canvas
     from svglib.fonts import register_font
     from svglib.svglib import svg2rlg
 
@@ -88,7 +90,12 @@ def pdf(drawn: str) -> bytes:
         register_font("DejaVu Sans", str(path), weight="bold" if weight else "normal")
     plain = re.sub(r"<(title|desc)>.*?</\1>", "", drawn, flags=re.S)
     plain = plain.replace(FONTS, "DejaVu Sans").replace('font-weight="600"', 'font-weight="bold"')
-    return renderPDF.drawToString(svg2rlg(io.BytesIO(plain.encode())), canvasKwds={"invariant": 1})
+    drawing, file = svg2rlg(io.BytesIO(plain.encode())), io.BytesIO()
+    canvas = Canvas(file, (drawing.width, drawing.height), pageCompression=1, invariant=1)
+    renderPDF.draw(drawing, canvas, 0, 0)
+    canvas.save()
+    same = hashlib.md5(plain.encode()).hexdigest().encode()  # the id that it has is of the names of temporary files
+    return re.sub(rb"<[0-9a-f]{32}><[0-9a-f]{32}>", b"<%b><%b>" % (same, same), file.getvalue())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -189,7 +196,7 @@ def _maps(figure: HeatMaps, width: float) -> Block:
     row_names = [shortened(name, 16) for name in tick_names(figure.rows, figure.row_label)]
     column_names = [shortened(name, 16) for name in tick_names(figure.columns, figure.column_label)]
     left = TICK * LETTER * max(map(len, row_names)) + 6
-    wide = min((width - left - GAP * (columns - 1)) / columns, 40.0 * x_count if figure.texts else 560.0)
+    wide = min((width - left - GAP * (columns - 1)) / columns, max(46.0 * x_count, 220.0) if figure.texts else 560.0)
     tallest = min((HIGHEST - 115) / rows - 20, 230 if count > 1 else 460)
     high = min(max(y_count * wide / x_count * (1.7 if count > 1 else 1.0), 48 if count > 1 else 150), tallest)
     high = 24.0 * y_count if figure.texts else high

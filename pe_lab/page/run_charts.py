@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pe_lab.errors import UserError
 from pe_lab.page.axes import PlotAxis, Point, decimate, smooth
 from pe_lab.page.charts import file_parts, legend, line_chart
-from pe_lab.page.colours import INK, STYLES, Style
+from pe_lab.page.colours import INK, STYLES, Style, run_style
 from pe_lab.page.markup import Markup, element
 from pe_lab.page.plot import MOST, Series
 from pe_lab.page.tables import plain_table

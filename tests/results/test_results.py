@@ -9,10 +9,9 @@ import pytest
 
 from pe_lab.results import variants
 from pe_lab.results.formatting import count, duration, listing, percent, short_number, shortened, times
-from pe_lab.results.statistics import Z95, exp, mean_of, wilson
-from pe_lab.results.records import RecordFile, bins, mappings, number
-from pe_lab.results.records import SampleFile
+from pe_lab.results.records import RecordFile, SampleFile, bins, mappings, number
 from pe_lab.results.scores import arrange, measure, source_of
+from pe_lab.results.statistics import Z95, exp, mean_of, wilson
 from pe_lab.results.table import Cell, Length, Table, compare, mean_cell, with_shares
 
 # --- Numbers ------------------------------------------------------------------------------------------------

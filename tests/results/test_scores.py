@@ -195,7 +195,9 @@ def test_a_phase_counts_its_steps_and_tokens():
     phase = PhaseFiles("p", {"tokens_per_step": 50, "status": "complete"}, logged)
     assert (phase.steps_done, phase.tokens, phase.running, phase.length) == (30, 900, False, None)
     assert phase.series("loss") == [(500, 3), (1500, 2)]  # 30 steps of 50 tokens
-    unlogged = PhaseFiles("p", {"tokens_per_step": 50, "sequence_length": 64}, [{"step": 30, "loss": 2.0}, {"loss": 1.0}])
+    unlogged = PhaseFiles(
+        "p", {"tokens_per_step": 50, "sequence_length": 64}, [{"step": 30, "loss": 2.0}, {"loss": 1.0}]
+    )
     assert (unlogged.tokens, unlogged.running, unlogged.length) == (1500, True, 64)
     assert unlogged.series("loss") == [(1500, 2)]
     assert PhaseFiles("p", {}, [{"step": 30, "loss": 2.0}]).series("loss") == [(30, 2)]  # by steps
@@ -210,7 +212,9 @@ def test_the_shares_of_a_mixture_add_up_to_1():
 
 
 def test_tokens_add_up_over_the_phases_of_a_run():
-    phases = [PhaseFiles(name, {"tokens_per_step": 10}, [{"step": steps}]) for name, steps in (("a", 3), ("b", 4), ("c", 5))]
+    phases = [
+        PhaseFiles(name, {"tokens_per_step": 10}, [{"step": steps}]) for name, steps in (("a", 3), ("b", 4), ("c", 5))
+    ]
     run = run_of([], phases=[PhaseFiles("none", {}), *phases])
     assert (run.tokens_until("b"), run.tokens_until("c"), run.tokens_until("d")) == (70, 120, None)
     assert run.phase("b").steps_done == 4 and run.phase("d") is None and run.training_length is None
