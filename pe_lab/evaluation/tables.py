@@ -39,7 +39,7 @@ def print_line(text: str, console: Console, style: str = "") -> None:
 
 
 @dataclass(frozen=True)
-class Length(Length):
+class TokenLength(Length):
     """A length in tokens, `4,096 (2x)`; "" for samples of their own lengths."""
 
     @property
@@ -90,7 +90,7 @@ def tables_of(records: Sequence[Record]) -> list[Table]:
         before = f"{run}: " if len(runs[label]) > 1 else ""
         after = f" ({checkpoint})" if len(checkpoints[run, label]) > 1 else ""
         name = before + shortened(str(label or ""), LABEL_WIDTH) + after
-        column = Length(record.get("factor"), record.get("length"))
+        column = TokenLength(record.get("factor"), record.get("length"))
         named.append((record["suite"], (name, run, checkpoint, label, method), column, record))
     return arrange(named)
 

@@ -185,7 +185,7 @@ def _ends(parts: Sequence[Float[np.ndarray, "_"]], log: bool) -> tuple[float, fl
 
 def labels_of(figure: LineCharts) -> list[str]:
     """The labels of all lines, each once, in the order of the panels."""
-    return list(dict.fromkeys(line.label for _, lines in figure.panels for line in lines))
+    return list(dict.fromkeys(line.label for _, lines in figure.panels for line in lines if not line.faint))
 
 
 def shift(figure: LineCharts, label: int) -> float:

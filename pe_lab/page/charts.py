@@ -36,6 +36,7 @@ FRAMES = {
 }
 NARROW = Frame(358, 280, 44, 14, 28, 44)
 SMALL = Frame(190, 136, 38, 8, 8, 24, named=False, ticks=(4, 3))
+FAINT = Style("rope", None, 1.0)
 SIZES = {1: "wide", 2: "half", 3: "third", 4: "half", 5: "third", 6: "third"}  # by number of panels; else small
 
 
@@ -222,7 +223,8 @@ def line_styles(labels: Sequence[str]) -> dict[str, Style]:
 
 def series_of(line: Line, figure: LineCharts, styles: dict[str, Style]) -> Series:
     """A line of a panel; points of several labels stand beside each other."""
-    beside = shift(figure, list(styles).index(line.label))
+    style = FAINT if line.faint else styles[line.label]
+    beside = 0.0 if line.faint else shift(figure, list(styles).index(line.label))
     points = [(float(a) + beside, float(b)) for a, b in zip(line.x, line.y, strict=True)]
     intervals: list[tuple[Number, Number]] = []
     if line.low is not None and line.high is not None:
@@ -231,7 +233,8 @@ def series_of(line: Line, figure: LineCharts, styles: dict[str, Style]) -> Serie
     return Series(
         shortened(line.label),
         points,
-        styles[line.label],
+        style,
+        faint=line.faint,
         markers=few or figure.bars,
         line=not figure.points,
         intervals=intervals,

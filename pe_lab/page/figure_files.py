@@ -102,14 +102,14 @@ def pdf(drawn: str) -> bytes:
 # Blocks
 
 
-class Block(NamedTuple):
+class FigureBlock(NamedTuple):
     """The shapes of a figure, from (0, 0) on, and its height."""
 
     shapes: list[Markup]
     height: float
 
 
-def _block(figure: Figure, width: float) -> Block:
+def _block(figure: Figure, width: float) -> FigureBlock:
     if isinstance(figure, Effects):
         return _effects(figure, width)
     return _maps(figure, width) if isinstance(figure, HeatMaps) else _lines(figure, width)
@@ -139,7 +139,7 @@ def grid(count: int, wide: bool = False) -> tuple[int, int]:
     return -(-count // columns), columns
 
 
-def _lines(figure: LineCharts, width: float) -> Block:
+def _lines(figure: LineCharts, width: float) -> FigureBlock:
     """All panels on the same axes, with one legend below them."""
     styles, (x, y) = line_styles(labels_of(figure)), axes_of(figure)
     panels = [
@@ -170,7 +170,7 @@ def _lines(figure: LineCharts, width: float) -> Block:
         top += rows * (high + 20) + 12
         shapes.append(text_shape(figure.x_label, width / 2, top, "middle"))
         top += 6
-    found = {one.name: replace(one, intervals=()) for _, series in panels for one in series}
+    found = {one.name: replace(one, intervals=()) for _, series in panels for one in series if not one.faint}
     named = [found[name] for name in map(shortened, styles) if name in found] if len(styles) > 1 else []
     if named:
         names, top = legend_shapes(named, 0, top + 14, width)
@@ -180,7 +180,7 @@ def _lines(figure: LineCharts, width: float) -> Block:
         lines = textwrap.wrap(" ".join(words), int(width / (12 * LETTER)))
         shapes += [text_shape(line, 0, top + 17 * (n + 1)) for n, line in enumerate(lines)]
         top += 17 * len(lines)
-    return Block(shapes, top + 6)
+    return FigureBlock(shapes, top + 6)
 
 
 def _name(name: str, width: float) -> Markup:
@@ -189,7 +189,7 @@ def _name(name: str, width: float) -> Markup:
     return element("text", shown, x=0, y=10, font_size=NAME, fill=PALETTE["ink"])
 
 
-def _maps(figure: HeatMaps, width: float) -> Block:
+def _maps(figure: HeatMaps, width: float) -> FigureBlock:
     """All panels on one scale of colours, with its bar below them; cells that were not measured are hatched."""
     count, y_count, x_count = figure.values.shape
     rows, columns = grid(count, wide=x_count > 48)
@@ -212,7 +212,7 @@ def _maps(figure: HeatMaps, width: float) -> Block:
             shapes.append(_at(place[0], place[1] + 15 + high, _column_ticks(column_names, wide), font_size=TICK))
     top += rows * (high + 20) + 26
     shapes.append(text_shape(figure.column_label, left + (width - left) / 2, top, "middle"))
-    return Block([*shapes, *_colour_bar(figure, top + 18)], top + 30)
+    return FigureBlock([*shapes, *_colour_bar(figure, top + 18)], top + 30)
 
 
 def _cells(figure: HeatMaps, values: np.ndarray, wide: float, high: float) -> list[Markup]:
@@ -272,7 +272,7 @@ def _colour_bar(figure: HeatMaps, y: float) -> list[Markup]:
     ]
 
 
-def _effects(figure: Effects, width: float) -> Block:
+def _effects(figure: Effects, width: float) -> FigureBlock:
     """Differences with their intervals on one axis, each in a row beside its sentence and its numbers.
 
     Marks are the margins: at both ends of what counts as equal, and of how much better or worse counts.
@@ -311,4 +311,4 @@ def _effects(figure: Effects, width: float) -> Block:
             element("text", axis_number(tick), x=to_x(tick), y=top + 14, text_anchor="middle", font_size=small)
         )
     shapes.append(text_shape(figure.x_label, (start + end) / 2, top + 29, "middle"))
-    return Block(shapes, top + 36)
+    return FigureBlock(shapes, top + 36)

@@ -54,13 +54,17 @@ class HeatMaps:
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a panel: y [X] over x [X], with a 95% interval [X] where there is one; NaN breaks the line."""
+    """One line of a panel: y [X] over x [X], with a 95% interval [X] where there is one; NaN breaks the line.
+
+    `faint`: thin, and without a name.
+    """
 
     label: str
     x: Numbers
     y: Numbers
     low: Numbers | None = None
     high: Numbers | None = None
+    faint: bool = False
 
 
 @dataclass(frozen=True)

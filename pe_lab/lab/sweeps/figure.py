@@ -54,7 +54,11 @@ def _loss_chart(table: SweepTable, name: str, curves: Mapping[str, Sequence[tupl
     """The means over seeds of the best settings and of the baseline as lines, with their intervals as bands."""
     best = [*curves][:MOST]
     named = best + [setting for setting in curves if setting == table.baseline and setting not in best]
-    lines = []
+    lines = [
+        Line(setting, *np.array([(tokens, over.mean) for tokens, over in curve]).T, faint=True)
+        for setting, curve in curves.items()
+        if setting not in named
+    ]
     for setting in named:
         tokens, found = zip(*curves[setting], strict=True)
         mean, low, high = np.array([one.numbers for one in found]).T
@@ -63,7 +67,7 @@ def _loss_chart(table: SweepTable, name: str, curves: Mapping[str, Sequence[tupl
     margin = 0.05 * float(np.ptp(means) or 1.0)  # bands of three seeds may reach far
     ends = (float(means.min()) - margin, float(means.max()) + margin)
     left_out = len(curves) - len(named)
-    title = f"{NAMES[name].capitalize()}, best settings first" + (f"; {left_out} more are not drawn" * bool(left_out))
+    title = f"{NAMES[name].capitalize()}, best settings first" + (f"; {left_out} more are grey" * bool(left_out))
     return LineCharts(
         name,
         title,
