@@ -151,8 +151,10 @@ def _lines(figure: LineCharts, width: float) -> FigureBlock:
     shapes, top = _titles(figure.title or panels[0][0] * alone, 0.0, width)
     if alone:
         wide, above = width == WIDTH, 26 if y.label else 12
-        size = (round(width), (244 if wide else 184) + above, 40, 12, above, 42)
-        frame = Frame(*size, ticks=(7 if wide else 5, 6))
+        letters, lines = _name_lines(figure, width - 90)
+        below = 28 + 11 * lines if letters else 42
+        size = (round(width), (202 if wide else 142) + above + below, 40, 12, above, below)
+        frame = Frame(*size, ticks=(7 if wide else 5, 6), letters=letters)
         shapes.append(_at(0, top, draw(frame, panels[0][1], x, y, figure.marks).shapes if panels[0][1] else []))
         top += frame.height
     else:
@@ -181,6 +183,15 @@ def _lines(figure: LineCharts, width: float) -> FigureBlock:
         shapes += [text_shape(line, 0, top + 17 * (n + 1)) for n, line in enumerate(lines)]
         top += 17 * len(lines)
     return FigureBlock(shapes, top + 6)
+
+
+def _name_lines(figure: LineCharts, width: float) -> tuple[int, int]:
+    """The letters of a line of the names of x, side by side, and their lines; (0, 1) of too many names for that."""
+    names = [shortened(name, 24) for name in figure.x_names]
+    letters = int(width / max(len(names), 1) / (9 * LETTER))
+    if not names or letters < 7:
+        return 0, 1
+    return letters, max(len(textwrap.wrap(name, letters)) for name in names)
 
 
 def _name(name: str, width: float) -> Markup:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -52,6 +53,7 @@ class Frame:
       named: whether the names of the axes and of the marks are written; else they stand beside several plots.
       labelled: whether the name of each line stands at its end.
       ticks: how many of x and of y, about.
+      letters: in a line of a label of x, of labels that stand in several lines; 0: in one, where they have room.
     """
 
     width: int
@@ -64,6 +66,7 @@ class Frame:
     named: bool = True
     labelled: bool = False
     ticks: tuple[int, int] = (4, 6)
+    letters: int = 0
 
     def width_of(self, words: str) -> float:
         """The width of a text."""
@@ -192,6 +195,10 @@ def _ticks_of_x(frame: Frame, ticks: Sequence[tuple[Number, str]]) -> Iterator[M
     last, end = -math.inf, math.inf if not ticks else ticks[-1][0] - frame.width_of(ticks[-1][1]) / 2
     for n, (at, word) in enumerate(ticks):
         yield line_shape(at, at, bottom, bottom + 4, class_="axis")
+        if frame.letters:
+            for line, part in enumerate(textwrap.wrap(word, frame.letters)):
+                yield element("text", part, x=at, y=bottom + 15.0 + 11 * line, text_anchor="middle", font_size=9)
+            continue
         width = frame.width_of(word)
         if n == len(ticks) - 1 or (at - width / 2 > last and at + width / 2 + 4 < end):
             middle = min(max(at, width / 2), frame.width - width / 2)
