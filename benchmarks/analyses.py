@@ -24,12 +24,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import pe_lab
-from pe_lab.analysis.channel_pairs import frequency_use, logit_bounds
-from pe_lab.analysis.head_attention import heads
+from pe_lab.analysis import frequency_use, heads, logit_bounds
+from pe_lab.identity import machine, versions
 from pe_lab.model import Model
 from pe_lab.storage import write_json
 from pe_lab.terminal import command, table
-from pe_lab.training.machine import machine, versions
 
 ALLOWED = 3.0
 TOKENS = 1024  # of a chunk of logits
@@ -56,9 +55,9 @@ def sides(lm: pe_lab.LanguageModel, ids: np.ndarray) -> dict[str, Callable[[], A
     return {
         "forward pass": lambda: hidden(params, ids).block_until_ready(),
         "with logits": with_logits,
-        "heads": lambda: heads(lm, ids),
-        "frequency_use": lambda: frequency_use(lm, ids),
-        "logit_bounds": lambda: logit_bounds(lm, ids),
+        "heads": lambda: heads.measure(lm, ids),
+        "frequency_use": lambda: frequency_use.measure(lm, ids),
+        "logit_bounds": lambda: logit_bounds.measure(lm, ids),
     }
 
 

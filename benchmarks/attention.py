@@ -52,9 +52,9 @@ from attention_train import train_step
 
 from benchmarks.document import Place
 from pe_lab.errors import UserError, did_you_mean
+from pe_lab.identity import machine, versions
 from pe_lab.parallel import keep_freed_memory, start_processes
 from pe_lab.terminal import command
-from pe_lab.training.machine import machine, versions
 
 PARTS = {
     "gpu": ("forward", "backward", "gradient", "decode", "train"),

@@ -26,16 +26,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.document import Place
 from pe_lab.attention.kernels import external, tpu, tpu_gradient
-from pe_lab.attention.key_block import AttentionInputs, Rotation, scaled
+from pe_lab.attention.key_block import AttentionInputs, KeyRotation, scaled
 from pe_lab.errors import UserError
-from pe_lab.parallel.ahead_of_time import NoCompiler, libtpu_version, topology_devices
+from pe_lab.parallel.compiler import NoCompiler, libtpu_version, topology_devices
 from pe_lab.parallel.topology import parse_topology
 from pe_lab.terminal import command
 
 CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
-LENGTHS = (2**13, 2**15, 2**17, 2**20)
-SHORTER = LENGTHS[:3]  # of these kinds:
-SHORT = ("distance bias", "gradient", "gradient, distance bias")
+LENGTH = 2**17
+LONG = 2**20  # of these kinds also:
+LONG_KINDS = ("whole sequence", "rotating", "decode", "splash")
 HEADS = {64: (14, 2), 128: (8, 2)}  # of 64 channels those of drope_16b
 KINDS = {
     "whole sequence": "pallas_tpu, whole sequence",
@@ -80,7 +80,9 @@ def _arguments(kind: str, head_dim: int, length: int, place: Any) -> tuple[Any, 
         inputs = AttentionInputs(start=shape(1, dtype=jnp.int32), used=shape(1, dtype=jnp.int32))
     if kind == "rotating":
         inputs = AttentionInputs(
-            rotation=Rotation(shape(H, head_dim // 2, 2, dtype=jnp.uint32), shape(H, head_dim // 2, dtype=jnp.float32))
+            rotation=KeyRotation(
+                shape(H, head_dim // 2, 2, dtype=jnp.uint32), shape(H, head_dim // 2, dtype=jnp.float32)
+            )
         )
     if kind.endswith("distance bias"):
         inputs = AttentionInputs(distance_bias=shape(H, length, dtype=jnp.float32))  # of each distance its own
@@ -145,7 +147,7 @@ def everything(
     """All of them, one after another."""
     for head_dim in head_dims:
         for kind in kinds:
-            for length in SHORTER if kind in SHORT else LENGTHS:
+            for length in (LENGTH, LONG) if kind in LONG_KINDS else (LENGTH,):
                 for chip in chips:
                     yield compile_one(chip, kind, head_dim, length)
 

@@ -17,8 +17,8 @@ import numpy as np
 from attention_cases import Case, arrays, chosen_rows, error, head_frequencies, reference
 from attention_tools import Contestant, Plan, compare, measure, tell, turn_of
 
-from pe_lab.attention import IMPLEMENTATIONS, LayerEncoding, Rotation, attention
-from pe_lab.attention.capabilities import Request
+from pe_lab.attention import IMPLEMENTATIONS, KeyRotation, LayerEncoding, attention
+from pe_lab.attention.capabilities import AttentionRequest
 from pe_lab.attention.chunked import chunked_key_block
 from pe_lab.attention.dispatch import choose
 from pe_lab.attention.gradient import Pair, whole_sequence
@@ -73,9 +73,9 @@ def plain(run: Run, slope: np.ndarray | None = None) -> Run:
     return call
 
 
-def rotation_of(H: int, K: int) -> Rotation:
+def rotation_of(H: int, K: int) -> KeyRotation:
     frequencies = head_frequencies(H, K)
-    return Rotation(jnp.asarray(fixed_point_frequencies(frequencies)), jnp.ones(frequencies.shape, jnp.float32))
+    return KeyRotation(jnp.asarray(fixed_point_frequencies(frequencies)), jnp.ones(frequencies.shape, jnp.float32))
 
 
 def rotating(run: Run, inside: bool) -> Run:
@@ -102,7 +102,9 @@ def auto(backward: bool) -> Run:
 
 def taken(case: Case, backward: bool = False, partial: bool = False) -> str:
     """The name of the implementation that the dispatcher chooses."""
-    return choose("auto", Request(frozenset(), platform(), case.K, case.dtype, case.S, backward, partial=partial))
+    return choose(
+        "auto", AttentionRequest(frozenset(), platform(), case.K, case.dtype, case.S, backward, partial=partial)
+    )
 
 
 def kernel_alone(tiny: bool) -> Run:

@@ -21,7 +21,7 @@ from pe_lab.config import ModelConfig
 from pe_lab.errors import UserError
 from pe_lab.model import Model, train_flops_per_token
 from pe_lab.recipes import load_config
-from pe_lab.training.machine import peak_flops
+from pe_lab.training.run import peak_flops
 
 TINY = ModelConfig(640, 2, 64, 128, 4, 2, dtype="bfloat16", loss_chunks=8)
 LENGTH = 1024

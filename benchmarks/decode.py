@@ -34,16 +34,16 @@ import numpy as np
 from train_step import Peer, find_peer_python, llama_names
 
 import pe_lab
-from pe_lab.checkpoints import Checkpoint
+from pe_lab.checkpoints.checkpoint import Checkpoint
 from pe_lab.config import ModelConfig, from_dict
 from pe_lab.errors import UserError
+from pe_lab.identity import machine, versions
 from pe_lab.language_model import LanguageModel
-from pe_lab.model import Model, Statistics, preset
+from pe_lab.model import GenerationStatistics, Model, preset
 from pe_lab.parallel import start_processes
 from pe_lab.parallel.host_memory import keep_freed_memory
 from pe_lab.positional import Rope, layers
 from pe_lab.terminal import command
-from pe_lab.training.machine import machine, versions
 
 ROPE_BASE = 100000.0
 LONGEST = 8192  # max_position_embeddings of the peer's config
@@ -59,7 +59,7 @@ class Ours:
 
     def run(self, prompts: np.ndarray, new: int) -> dict[str, Any]:
         """Seconds of prefill and decoding, processor seconds, and the new ids [B, new]."""
-        found, cpu = Statistics(), time.process_time()
+        found, cpu = GenerationStatistics(), time.process_time()
         ids = self.lm.generate(prompts, max_new_tokens=new, eos_ids=(), statistics=found)
         return {
             "prefill": found.prefill_seconds,

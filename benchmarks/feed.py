@@ -1,19 +1,22 @@
-"""How fast training batches come: pe_lab's pipeline against Grain's, levanter's cache and torch's loader, same tokens.
+"""How fast training batches come: pe_lab's pipeline beside plain Grain, levanter's cache and torch, same tokens.
 
-    python benchmarks/feed.py                          # 3 lengths, about 3 minutes
-    python benchmarks/feed.py --lengths=1024 --seconds=1
+    python benchmarks/feed.py                          # 3 lengths, about 3 minutes, and the demo's data wait
+    python benchmarks/feed.py --lengths=1024 --seconds=1 --no-demo
 
 All give shuffled batches of int32 inputs and targets, from files in the page cache:
 
-- pe_lab: `build_pipeline` on one source; on 3 sources with weights; packed by best fit, with segments and positions;
-  and on a split of more than 512 MiB (the memory that RecordStream would take) whose files were dropped from the page
-  cache. Every block is verified when it is first read.
-- Grain: ArrayRecord with a record for each window, or with records of 16,384 tokens of which a window takes a part;
-  a MapDataset, shuffled, repeated, mapped, batched, read by its 16 threads.
+- pe_lab: `build_pipeline` on one source, whose batches are elements of a `grain.MapDataset`; on 3 sources with weights;
+  packed by best fit, with segments and positions; on a split of 604 MB whose files were dropped from the page cache;
+  and on a person's own `grain.MapDataset` of windows of a memory map (`data.grain`). Every block of prepared data is
+  verified when it is first read.
+- Grain: a MapDataset of windows of that memory map, shuffled, repeated, batched, read by its 16 threads; the same with
+  ArrayRecord, a record for each window.
 - levanter: what its `TokenSeqDataset.get_batch` reads of its cache: a zarr3 array of int32 in shards of 128 Mi tokens,
   with blosc chunks of 256 Ki, of which each window is a slice under `ts.Batch`. levanter itself needs older tokenizers
   than pe_lab, so the array is made here with tensorstore, as its `jagged_array.py` makes it.
 - torch: a Dataset of windows of np.memmap, DataLoader with shuffle and 2 workers, in the environment of the slow tests.
+
+Last, the demo's first phase is trained, and its time of waiting for data compared with that of its steps.
 """
 
 from __future__ import annotations
@@ -21,11 +24,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,7 +46,6 @@ from pe_lab.data.tokenizers import load_tokenizer, save_tokenizer
 
 VOCABULARY = 32_000
 BATCH_TOKENS = 2**17
-RECORD = 16_384
 SHARD = 2**24  # tokens
 TORCH = """
 import json, sys, time
@@ -112,7 +116,6 @@ def write_prepared(directory: Path, tokens: np.ndarray) -> str:
         content=directory.name,
         shards={"train": tuple(shards), "validation": ()},
         python="",
-        created="",
     )
     write_metadata(directory, metadata)
     return f"prepared:{directory}"
@@ -128,13 +131,26 @@ def rate(batches: Iterator[Any], length: int, seconds: float) -> float:
     return count * (BATCH_TOKENS // length) * length / (time.perf_counter() - began)
 
 
+OWN = """
+import grain
+import numpy as np
+
+
+def dataset(split, seed, length):
+    tokens = np.memmap({path!r}, np.uint16, "r")
+    windows = grain.MapDataset.range(0, len(tokens) - length, length).shuffle(seed)
+    return windows.map(lambda start: {{"tokens": tokens[start : start + length + 1]}})
+"""
+
+
 def pe_lab(
     sources: Sequence[str], length: int, packing: str = "concatenate", weights: Sequence[float] = (1,)
 ) -> Pipeline:
     """The pipeline that a run has."""
     configs = tuple(SourceConfig(source, weight) for source, weight in zip(sources, weights, strict=True))
     config = DataConfig(sources=configs, packing=packing, segments=packing == "best_fit")
-    return build_pipeline(config, sequence_length=length, batch_size=BATCH_TOKENS // length, seed=0)
+    batch = BATCH_TOKENS // length
+    return build_pipeline(config, sequence_length=length, batch_size=batch, seed=0, vocab_size=VOCABULARY)
 
 
 def inputs_and_targets(windows: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -161,16 +177,13 @@ def grain_windows(path: Path, length: int) -> Iterator[Any]:
     return iter(windows.batch(BATCH_TOKENS // length, batch_fn=inputs_and_targets).to_iter_dataset())
 
 
-def grain_records(path: Path, length: int) -> Iterator[Any]:
-    """A window is a part of a record of `RECORD` + 1 tokens."""
+def grain_memmap(path: Path, length: int) -> Iterator[Any]:
+    """A window is a part of a memory map."""
     import grain
 
-    records, each = grain.sources.ArrayRecordDataSource(str(path)), RECORD // length
-
-    def window(i: int) -> np.ndarray:
-        return np.frombuffer(records[i // each], np.uint16)[i % each * length :][: length + 1]
-
-    windows = grain.MapDataset.range(len(records) * each).shuffle(seed=0).repeat().map(window)
+    tokens = np.memmap(path, np.uint16, "r")
+    starts = grain.MapDataset.range(0, len(tokens) - length, length).shuffle(seed=0).repeat()
+    windows = starts.map(lambda start: tokens[start : start + length + 1])
     return iter(windows.batch(BATCH_TOKENS // length, batch_fn=inputs_and_targets).to_iter_dataset())
 
 
@@ -222,10 +235,25 @@ def torch_rate(python: str, path: Path, length: int, seconds: float) -> float:
     return float(found.stdout.strip().splitlines()[-1].strip("[]").split(",")[0])
 
 
+def demo_wait(directory: Path) -> str:
+    """The time that the demo's first phase waits for data, and for its steps."""
+    recipe = Path(__file__).parents[1] / "configs/drope_laptop.py"
+    command = [sys.executable, "-m", "pe_lab.train", f"--config={recipe}:quick", f"--workdir={directory / 'run'}"]
+    command += ["--config.phases.0.steps=400", "--config.phases.1.steps=1", "--config.phases.2.steps=1"]
+    command += ["--config.phases.1.optimizer.warmup_steps=0", "--config.phases.2.optimizer.warmup_steps=0"]
+    subprocess.run(command, cwd=directory, capture_output=True, check=True, timeout=600)
+    seconds: Counter[str] = Counter()
+    for line in (directory / "run/ledger.jsonl").read_text().splitlines():
+        seconds.update(json.loads(line)["seconds"])
+    part = seconds["data_wait"] / seconds["step"]
+    return f"the demo waits for data {seconds['data_wait']:.2f} s in {seconds['step']:.1f} s of steps: {part:.2%}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", default="64,1024,8192")
     parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
+    parser.add_argument("--no-demo", action="store_true", help="do not train the demo's first phase")
     parser.add_argument("--torch", default="", help="a Python that has torch; by default that of the slow tests")
     args = parser.parse_args()
     python = args.torch
@@ -252,7 +280,7 @@ def main() -> None:
         larger = write_prepared(large, tokens_of(9 * 2**25, 9))
         tokens.tofile(root / "tokens.bin")
         levanter_cache(root / "levanter", tokens)
-        records = write_records(root / "records", tokens, range(0, len(tokens) - RECORD, RECORD), RECORD + 1)
+        (root / "own.py").write_text(OWN.format(path=str(root / "tokens.bin")))
         for length in lengths:
             windows = range(0, min(len(tokens), 2**18 * length) - length, length)
             by_window = write_records(root / f"windows{length}", tokens, windows, length + 1)
@@ -261,8 +289,9 @@ def main() -> None:
             measure("pe_lab, 604 MB, not in page cache", pe_lab([larger], length), length)
             measure("pe_lab, best fit", pe_lab([source], length, "best_fit"), length)
             measure("pe_lab, 3 sources", pe_lab(parts, length, weights=(0.5, 0.3, 0.2)), length)
+            measure("pe_lab, one's own Grain dataset", pe_lab([f"grain:{root / 'own.py'}:dataset"], length), length)
+            measure("Grain, memory map", grain_memmap(root / "tokens.bin", length), length)
             measure("Grain, a record a window", grain_windows(by_window, length), length)
-            measure("Grain, records of 16,384", grain_records(records, length), length)
             measure("levanter's cache", levanter_windows(root / "levanter", len(tokens), length), length)
             measure(
                 "torch, memmap, 2 workers",
@@ -270,17 +299,18 @@ def main() -> None:
                 length,
             )
         pipeline = pe_lab([larger], lengths[0])
-        pipeline.set_state(pipeline.get_state() | {"batches": 10**6})
+        pipeline.set_state(pipeline.get_state() | {"iterator": {"next_index": 10**6}})
         began = time.perf_counter()
         next(pipeline)
         first = time.perf_counter() - began
         pipeline.close()
+        waits = "" if args.no_demo else demo_wait(root)
     print(f"\nmillion tokens a second (pe_lab over each), batches of {BATCH_TOKENS:,}, {os.cpu_count()} cores\n")
     print(f"{'':36}" + "".join(f"{f'T = {n:,}':>20}" for n in lengths))
     for name, found in columns.items():
         cells = [f"{one / 1e6:.2f} ({columns['pe_lab'][i] / one:.1f}x)" for i, one in enumerate(found)]
         print(f"{name:36}" + "".join(f"{cell:>20}" for cell in cells))
-    print(f"\nfirst batch from step 1,000,000 on: {1000 * first:.0f} ms")
+    print(f"\nfirst batch from step 1,000,000 on: {1000 * first:.0f} ms\n{waits}")
 
 
 if __name__ == "__main__":

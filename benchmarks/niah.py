@@ -37,11 +37,11 @@ from pe_lab.evaluation.plan import parse_lengths
 from pe_lab.evaluation.tasks.haystacks import open_haystack
 from pe_lab.evaluation.tasks.niah import niah_task
 from pe_lab.evaluation.tasks.task import Sample
+from pe_lab.identity import machine, versions
 from pe_lab.parallel import start_processes
 from pe_lab.parallel.host_memory import keep_freed_memory
 from pe_lab.storage import write_json
 from pe_lab.terminal import command, table
-from pe_lab.training.machine import machine, versions
 
 
 class Ours:

@@ -37,10 +37,10 @@ from pe_lab.model import train_flops_per_token
 from pe_lab.recipes import load_config
 from pe_lab.results.statistics import interval
 from pe_lab.terminal import table
-from pe_lab.training import open_run, train_phase
-from pe_lab.training.machine import Peak
+from pe_lab.training.loop import train_phase
 from pe_lab.training.muon import newton_schulz_flops
-from pe_lab.training.profiling import Profiler
+from pe_lab.training.plan import plan_here
+from pe_lab.training.run import open_run
 
 RECIPE = Path(__file__).resolve().parent.parent / "configs" / "speedrun.py"
 GRIDS = {"adamw": (2.5e-3, 5e-3, 1e-2), "muon": (2.5e-3, 5e-3, 1e-2, 2e-2)}
@@ -84,8 +84,8 @@ def config_of(optimizer: str, rate: float, seed: int, steps: int, cache: str, ev
 def train(config: Config) -> Curve:
     """Trains in a directory that is deleted."""
     with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(io.StringIO()):
-        run = open_run(config, directory, devices=jax.devices()[:1])
-        train_phase(run, run.phases[0], None, Peak(0.0, "not measured"), Profiler())
+        run = open_run(plan_here(config, jax.devices()[:1]), directory)
+        train_phase(run, run.phases[0], None)
         phase = Path(directory) / run.phases[0].name
         metrics = [json.loads(line) for line in (phase / "metrics.jsonl").read_text().splitlines()]
         speeds = [json.loads(line) for line in (phase / "speed.jsonl").read_text().splitlines()]
@@ -99,7 +99,7 @@ def train(config: Config) -> Curve:
 def flops(config: Config) -> tuple[float, float]:
     """FLOPs of a step: of the model, and of Newton-Schulz."""
     with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(io.StringIO()):
-        run = open_run(config, directory, devices=jax.devices()[:1])
+        run = open_run(plan_here(config, jax.devices()[:1]), directory)
     phase, model = run.phases[0], run.models[0]
     tokens = train_flops_per_token(model.config, phase.config.sequence_length, phase.schedule.structure)
     muon = phase.config.optimizer

@@ -28,14 +28,15 @@ import jax
 import numpy as np
 
 from pe_lab.config import Config, MeshConfig
+from pe_lab.identity import machine, versions
 from pe_lab.model import Model
 from pe_lab.parallel import AxisRules, make_mesh, start_processes
 from pe_lab.parallel.host_memory import keep_freed_memory
 from pe_lab.positional import build_schedule, layers
 from pe_lab.recipes import load_config
 from pe_lab.terminal import command
-from pe_lab.training import compile_train_step, init_state, make_optimizer, make_shardings, place_batch
-from pe_lab.training.machine import machine, versions
+from pe_lab.training.optimizer import make_optimizer
+from pe_lab.training.step import compile_train_step, init_state, make_shardings, place_batch
 
 VOCABULARY = 640  # the demo's tokenizer and its needles' symbols, rounded up
 

@@ -37,14 +37,15 @@ import numpy as np
 
 from pe_lab.config import MeshConfig, ModelConfig, OptimizerConfig, StabilityConfig
 from pe_lab.errors import UserError, did_you_mean
+from pe_lab.identity import machine, versions
 from pe_lab.model import Model, train_flops_per_token
 from pe_lab.parallel import AxisRules, make_mesh, start_processes
 from pe_lab.parallel.host_memory import keep_freed_memory
 from pe_lab.positional import Rope, build_schedule, layers
 from pe_lab.terminal import command, table
-from pe_lab.training import compile_train_step, init_state, make_optimizer, make_shardings, place_batch
-from pe_lab.training.machine import machine, versions
+from pe_lab.training.optimizer import make_optimizer
 from pe_lab.training.stability import skip_policy
+from pe_lab.training.step import compile_train_step, init_state, make_shardings, place_batch
 
 
 class Shape(NamedTuple):

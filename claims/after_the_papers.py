@@ -16,8 +16,9 @@ def others(metric: str) -> tuple[str, ...]:
 
 
 CLAIM = Claim(
-    sentence="At the same budget a dropped model is at least as good beyond the training length, on needles and on text, "
-    "as RNoPE-SWA, SWAN, SSMax and SSMax under YaRN; no logit scale is fitted, and YaRN and SSMax have their own.",
+    sentence="At the same budget a dropped model is at least as good beyond the training length, on needles and on "
+    "text, as RNoPE-SWA, SWAN, SSMax and SSMax under YaRN; no logit scale is fitted, and YaRN and SSMax have their "
+    "own.",
     paper="ours: DroPE's Table 1 has RNoPE-SWA, on needles at 2x; the others came after it",
     arms=(ROPE, NOPE, LATE_DROP, RNOPE, SWAN, SSMAX),
     criteria=tuple(

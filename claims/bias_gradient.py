@@ -7,7 +7,7 @@ What is measured are initial weights. At --size=paper, where no other claim shar
 import numpy as np
 
 import pe_lab
-from pe_lab.analysis.bias_gradients import PATTERNS, positional_bias
+from pe_lab.analysis import positional_bias
 from pe_lab.config import Config, from_dict
 from pe_lab.data.held_out import validation_batches
 from pe_lab.lab.claims import Claim, Criterion
@@ -26,11 +26,15 @@ def gradients(directory) -> dict[str, float]:
     length = config.phases[-1].sequence_length
     batches = validation_batches(config.data, sequence_length=length, batch_size=8, count=1)
     tokens = next(iter(batches.values()))[0]["tokens"]  # of the first source, which is text
-    rotated = positional_bias(lm, tokens)
-    bare = positional_bias(lm.with_positional(drop().apply(lm.layers)), tokens)
+    rotated = positional_bias.measure(lm, tokens)
+    bare = positional_bias.measure(lm.with_positional(drop().apply(lm.layers)), tokens)
     ratio = np.log10(rotated.query_gradient.mean((0, 2)) / bare.query_gradient.mean((0, 2)))  # [L, P]
-    found = {f"ratio {name} {n}": float(ratio[n, p]) for p, name in enumerate(PATTERNS) for n in range(len(ratio))}
-    for p, name in enumerate(PATTERNS):
+    found = {
+        f"ratio {name} {n}": float(ratio[n, p])
+        for p, name in enumerate(positional_bias.PATTERNS)
+        for n in range(len(ratio))
+    }
+    for p, name in enumerate(positional_bias.PATTERNS):
         found |= {f"ratio {name} first": float(ratio[0, p]), f"ratio {name} last": float(ratio[-1, p])}
         found[f"ratio {name}"] = float(ratio[:, p].mean())
     return found
@@ -45,7 +49,7 @@ CLAIM = Claim(
     arms=(ROPE,),
     criteria=tuple(
         criterion
-        for name in PATTERNS
+        for name in positional_bias.PATTERNS
         for criterion in (
             Criterion(f"{name} heads: RoPE's is larger", f"rope: ratio {name}", by=0.1, unit=UNIT),
             Criterion(
@@ -60,5 +64,9 @@ CLAIM = Claim(
     evaluation=None,
     recipes={"rope": "configs/table1.py:method=rope"},
     measure=gradients,
-    curves={"log10 of RoPE's over NoPE's gradient, by layer": {name: f"rope: ratio {name} {{x}}" for name in PATTERNS}},
+    curves={
+        "log10 of RoPE's over NoPE's gradient, by layer": {
+            name: f"rope: ratio {name} {{x}}" for name in positional_bias.PATTERNS
+        }
+    },
 )

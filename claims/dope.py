@@ -6,7 +6,7 @@ import dataclasses
 import numpy as np
 
 import pe_lab
-from pe_lab.analysis.head_spectra import head_entropy
+from pe_lab.analysis import head_entropy
 from pe_lab.analysis.losses import Streams
 from pe_lab.analysis.sequences import Sequences, data_of, prompts, symbol_windows, text_windows
 from pe_lab.evaluation.tasks.suites import open_tasks
@@ -61,7 +61,7 @@ def denoised(directory) -> dict[str, float]:
     draws = [rng.permutation(len(scaled.layers) * scaled.config.heads)[:HEADS] for _ in range(8)]
     selections = {"random": draws}
     for indicator in INDICATORS:
-        spectra = head_entropy(scaled, chosen_on, indicator=indicator, stage="post_ntk")
+        spectra = head_entropy.measure(scaled, chosen_on, indicator=indicator, stage="post_ntk")
         for rank in RANKS:
             order = np.argsort(spectra.score(rank).mean(0).ravel(), kind="stable")
             for name, places in zip(ORDERS, (order[:HEADS], order[::-1][:HEADS]), strict=True):
@@ -78,8 +78,8 @@ def denoised(directory) -> dict[str, float]:
 SELECTIONS = [f"{indicator} {rank} {order}" for indicator in INDICATORS for rank in RANKS for order in ORDERS]
 
 CLAIM = Claim(
-    sentence="Beyond the training length, taking the encoding of heads that are chosen by their matrix entropy finds more "
-    "needles under NTK: of high entropy by the truncated one, and of low entropy by the whole.",
+    sentence="Beyond the training length, taking the encoding of heads that are chosen by their matrix entropy finds "
+    "more needles under NTK: of high entropy by the truncated one, and of low entropy by the whole.",
     quote="For the truncated variant, we sort values in descending order and prune the low-entropy heads; for the "
     "matrix entropy, we sort in ascending order and prune the high-entropy heads. Both strategies perform well, but "
     "truncated matrix entropy typically achieves better results.",

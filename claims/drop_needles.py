@@ -7,8 +7,8 @@ from .arms import DROPE, FOUND, LENGTHS, NOPE, ROPE, TABLE_1, TRIGRAM, beats_tri
 BY = 0.02
 
 CLAIM = Claim(
-    sentence="A model that is dropped and recalibrated finds more needles beyond its training length than the same model "
-    "with RoPE under PI, NTK, YaRN or a cropped context; no logit scale is fitted, and YaRN has its own.",
+    sentence="A model that is dropped and recalibrated finds more needles beyond its training length than the same "
+    "model with RoPE under PI, NTK, YaRN or a cropped context; no logit scale is fitted, and YaRN has its own.",
     quote="Our DroPE model substantially outperforms all baselines in each setting. While RoPE-NTK and YaRN also yield "
     "improvements to the original RoPE transformer, they consistently trail DroPE, as most evident on the multi-key "
     "task.",

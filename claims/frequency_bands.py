@@ -3,8 +3,7 @@
 import numpy as np
 
 import pe_lab
-from pe_lab.analysis.bias_gradients import PATTERNS, positional_bias
-from pe_lab.analysis.channel_pairs import frequency_use
+from pe_lab.analysis import frequency_use, positional_bias
 from pe_lab.analysis.losses import Streams
 from pe_lab.analysis.sequences import text_windows
 from pe_lab.evaluation.variants import Subject
@@ -27,11 +26,13 @@ def bands(directory) -> dict[str, float]:
     found = {}
     for name, keep in (("fast", "slow"), ("slow", "fast")):
         edited = lm.with_positional(dope_by_parts(lm.layers, everywhere, length_of_middle, keep))
-        bias = positional_bias(edited, text.tokens).bias.mean(0)[..., PATTERNS.index("previous token")]
+        bias = positional_bias.measure(edited, text.tokens).bias.mean(0)[
+            ..., positional_bias.PATTERNS.index("previous token")
+        ]
         found[f"previous-token bias without {name}"] = float(bias.max())
-    whole = positional_bias(lm, text.tokens).bias.mean(0)[..., PATTERNS.index("previous token")]
+    whole = positional_bias.measure(lm, text.tokens).bias.mean(0)[..., positional_bias.PATTERNS.index("previous token")]
     found["previous-token bias"] = float(whole.max())
-    used = frequency_use(lm, text.tokens)
+    used = frequency_use.measure(lm, text.tokens)
     norms = np.log10(used.query.mean((0, 1, 2)) * used.key.mean((0, 1, 2)))  # [R], from the fastest pair
     quarter = len(norms) // 4
     found |= {"norm fast": float(norms[:quarter].mean()), "norm slow": float(norms[-quarter:].mean())}
@@ -46,8 +47,9 @@ def bands(directory) -> dict[str, float]:
 
 
 CLAIM = Claim(
-    sentence="Fast rotations make positional heads, and queries and keys have larger norms in slow pairs. Ours, where the "
-    "paper expects it of training without them: beyond the training length a model is better without slow rotations.",
+    sentence="Fast rotations make positional heads, and queries and keys have larger norms in slow pairs. Ours, where "
+    "the paper expects it of training without them: beyond the training length a model is better without slow "
+    "rotations.",
     quote="We find that Gemma learns to use RoPE to construct robust ‘positional’ attention patterns by exploiting the "
     "highest frequencies. We also find that, in general, Gemma greatly prefers to use the lowest frequencies of RoPE, "
     "which we suspect are used to carry semantic information.",

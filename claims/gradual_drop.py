@@ -6,7 +6,9 @@ from .arms import DROPE, NATS, ROPE, child
 
 LOSS = "validation prose"
 WAYS = ("scale", "pairs", "layers")
-ARMS = {way: child(f"gradual_{way}", ROPE, f"method=nope,qk_norm=head,path='until=0.5;how={way}'") for way in WAYS}
+ARMS = {
+    way: child(f"gradual_{way}", ROPE, f"method=nope,qk_norm=head,transition='until=0.5;how={way}'") for way in WAYS
+}
 
 CLAIM = Claim(
     sentence="At equal tokens, a gradual drop (frequencies shrink, pairs go one after another, or layers do) recovers "

@@ -14,8 +14,8 @@ DROPPED = Arm(
 )
 
 CLAIM = Claim(
-    sentence="Heads whose gates close under a price of 0.01 nats each can lose their encoding: at equal tokens the model "
-    "predicts text better within its training length than one that is dropped whole, and finds as many needles.",
+    sentence="Heads whose gates close under a price of 0.01 nats each can lose their encoding: at equal tokens the "
+    "model predicts text better within its training length than one that is dropped whole, and finds as many needles.",
     paper="ours",
     arms=(ROPE, DROPE, DROPPED),
     criteria=(

@@ -8,8 +8,8 @@ HALF = child("drop_half", ROPE, f"method=nope,at={STEPS // 2},steps={STEPS - STE
 LOSS = "validation prose"
 
 CLAIM = Claim(
-    sentence="Of equally many tokens, a late drop is better than an early one, and both better than no positions from the "
-    "start: RoPE's head start pays.",
+    sentence="Of equally many tokens, a late drop is better than an early one, and both better than no positions from "
+    "the start: RoPE's head start pays.",
     quote="Consistent with this, we observe that dropping the positional encoding only at the very end of pretraining "
     "(DroPE @ 16K) yields the best validation perplexity, while earlier dropping steadily degrades performance.",
     paper="DroPE, appendix D.1 on Table 6, whose 16K is RoPE, not dropped",

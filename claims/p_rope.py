@@ -9,8 +9,8 @@ P25 = trained("p_rope_25", "method=p_rope_25")
 LOSS = "validation prose"
 
 CLAIM = Claim(
-    sentence="RoPE without its slowest quarter of frequencies (0.75-RoPE) is as good as RoPE; 0.25-RoPE is worse than it, "
-    "and better than NoPE.",
+    sentence="RoPE without its slowest quarter of frequencies (0.75-RoPE) is as good as RoPE; 0.25-RoPE is worse than "
+    "it, and better than NoPE.",
     quote="We can see how truncating the lowest frequencies not only maintains the same performance, but even seems to "
     "improve the validation perplexity, supporting our claims regarding the low frequencies acting as non-robust "
     "semantic channels in standard RoPE. Truncating even more of the frequencies ([0.25]-RoPE) harms performance, but "

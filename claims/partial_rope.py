@@ -14,8 +14,8 @@ HIGH = {
 
 
 CLAIM = Claim(
-    sentence="Rotating a tenth of the channels is as good as rotating all, better than rotating none, and the loss jumps "
-    "and stays above less often than without positions.",
+    sentence="Rotating a tenth of the channels is as good as rotating all, better than rotating none, and the loss "
+    "jumps and stays above less often than without positions.",
     quote="(1) applying RoPE to only a small fraction of dimensions (around 10%) achieves convergence comparable to "
     "using full RoPE; [...] and (3) some models trained with NoPE (No Positional Encoding) showcase unstable "
     "learning trajectories, which can be alleviated through minimal RoPE application or QK-Norm which converges to a "

@@ -20,8 +20,8 @@ WITH = {rate: arm(rate, "head") for rate in RATES}
 WITHOUT = {rate: arm(rate, "none") for rate in RATES}
 
 CLAIM = Claim(
-    sentence="QK-norm lets recalibration use a high learning rate, at which a model without it becomes unstable, and so "
-    "reaches the best loss.",
+    sentence="QK-norm lets recalibration use a high learning rate, at which a model without it becomes unstable, and "
+    "so reaches the best loss.",
     quote="At the highest learning rate, the model without QKNorm becomes unstable (loss spikes, gradient explosions), "
     "leading to poor convergence (final loss 6.334). In contrast, adding QKNorm stabilizes training and allows us to "
     "leverage the higher learning rate to achieve the best overall performance (final loss 2.496).",

@@ -12,7 +12,7 @@ Arguments: method=rope, or nope, alibi, p_rope_75, p_rope_25, partial_rope_10, r
 the encodings of the checkpoint; or a text as --positional of pe_lab.surgery takes it. from=RUN recalibrates a
 checkpoint, with at=STEP an earlier one of its pretraining. layers=8, steps, rate, warmup, qk_norm=none,
 qk_norm_init=matched (the paper's is ones: an added norm's scale starts at 1; the committed results have matched),
-needles=0.25 (their share of the sequences). distill and path are keys of the phase, joined by semicolons:
+needles=0.25 (their share of the sequences). distill and transition are keys of the phase, joined by semicolons:
 distill='logits=1;hidden=1'. size=laptop (or quick, which reads no prose).
 
 Cost: 4.5 MFLOPs a token with 8 layers, 20 TFLOPs a pretraining: up to 25 minutes on one CPU core.
@@ -76,7 +76,7 @@ def get_config(arg: str = "") -> ConfigDict:
         qk_norm_init=("matched", "ones"),
         needles="0.25",
         distill="none",
-        path="none",
+        transition="none",
         at="",
         size=("laptop", "quick"),
         **{"from": "random"},
@@ -134,7 +134,7 @@ def get_config(arg: str = "") -> ConfigDict:
     )
     if arguments["method"] == "kept":
         del made["positional"]
-    for key in ("distill", "path"):
+    for key in ("distill", "transition"):
         if arguments[key] != "none":
             made[key] = keys_of(arguments[key])
     config.mesh = dict(data=1)  # a run is one of many, on a device of its own

@@ -23,7 +23,7 @@ after surgery, taught by the model before it:
       --text='docs/*.md'
   python -m pe_lab.train --config=configs/finetune.py:from=runs/half,teacher=runs/smollm2,data=prose,rate=3e-4
 and more steps of the same run, with its optimizer's state:
-  python -m pe_lab.train --config=configs/finetune.py --extend=40
+  python -m pe_lab.train --config=configs/finetune.py --until=40
 
 Cost: minutes on 2 CPU cores for 135M parameters (device=cpu: 20 steps of 8 windows of 256 tokens). Where /proc/cpuinfo
 has amx_bf16, try --config.model.dtype=bfloat16 --config.model.scan=False: a step of 2048 tokens with a teacher took
@@ -87,7 +87,7 @@ def get_config(arg: str = "") -> ConfigDict:
                 warmup_steps=steps // 10,
                 final_fraction=0.1,
                 weight_decay=0.0,
-                on_extend="rewarm",
+                on_prolong="rewarm",
             ),
         )
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import sys
 from typing import TYPE_CHECKING, Any
@@ -10,8 +11,9 @@ from pe_lab.output import open_standard_streams
 
 if TYPE_CHECKING:
     from pe_lab.language_model import LanguageModel, load
+    from pe_lab.training.fit import fit
 
-__all__ = ["LanguageModel", "__version__", "load"]
+__all__ = ["LanguageModel", "__version__", "fit", "load"]
 
 
 def _interrupted(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -31,10 +33,12 @@ def __getattr__(name: str) -> Any:
     # Imported on first use, so that a command can choose its platform before JAX starts.
     if name == "__version__":
         return importlib.metadata.version("pe-lab")
-    if name in __all__:
-        from pe_lab import language_model
+    if name == "fit":
+        from pe_lab.training.fit import fit
 
-        return getattr(language_model, name)
+        return fit
+    if name in __all__:
+        return getattr(importlib.import_module("pe_lab.language_model"), name)
     raise AttributeError(f"module 'pe_lab' has no attribute '{name}'")
 
 

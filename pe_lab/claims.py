@@ -18,8 +18,6 @@ from pe_lab.terminal import LiveText, argument_parser, console, leave, positive,
 if __name__ == "__main__":
     stop_while_importing()
 
-import jax
-
 from pe_lab import storage
 from pe_lab.errors import ConfigError, redacted
 from pe_lab.lab.claims import page
@@ -35,19 +33,19 @@ from pe_lab.lab.claims.results import (
     write_result,
 )
 from pe_lab.lab.claims.running import (
-    Level,
     OutOfTime,
+    Stage,
     collect,
     costs,
     failed,
     flops_left,
-    make_levels,
+    make_stages,
     train,
     unfinished,
 )
 from pe_lab.lab.sweeps import parse_seeds
-from pe_lab.lab.sweeps.progress import Board, short
 from pe_lab.lab.sweeps.runners import make_runner, split_passed_on
+from pe_lab.lab.sweeps.state import Board, short
 from pe_lab.recipes import split_overrides
 from pe_lab.results.formatting import count
 
@@ -55,7 +53,7 @@ from pe_lab.results.formatting import count
 def parser() -> argparse.ArgumentParser:
     """The command line of this command."""
     made = argument_parser(
-        "claim",
+        "claims",
         "Tests a claim: trains the runs of claims/NAME.py that are missing, evaluates them, and writes a table, a "
         "figure and a verdict. Run it again to continue. Without a name it lists the claims.",
         "Any key of all recipes can be set: --config.phases.0.steps=100",
@@ -103,6 +101,9 @@ def main(argv: Sequence[str]) -> int:
     rest, overrides = split_overrides(argv)
     rest, passed_on = split_passed_on(rest)
     args = parser().parse_args(rest)
+
+    import jax
+
     jax.config.update("jax_platforms", "cpu")  # the runs need the devices; this process only plans and reads
     out = console()
     if passed_on["evaluate."]:
@@ -128,20 +129,20 @@ def main(argv: Sequence[str]) -> int:
     for claim in claims:
         # Recipes at paper size are a claim's own, and so are their runs.
         directory = root / claim.name if args.size == "paper" else root
-        plan = functools.partial(make_levels, claim, args.size, seeds, directory, overrides)
+        plan = functools.partial(make_stages, claim, args.size, seeds, directory, overrides)
         planned.append((claim, directory, plan, plan()))
     planned.sort(key=lambda one: flops_left(one[3]))
     if args.dry_run:
-        for claim, _, _, levels in planned:
-            out.print(f"{claim.name}: {claim.sentence}\n{_costs(levels)}")
+        for claim, _, _, stages in planned:
+            out.print(f"{claim.name}: {claim.sentence}\n{_costs(stages)}")
         return 0
     runner = make_runner(args.on, args.jobs, passed_on)
     where = storage.path("--out", args.out or root / "results")
     storage.check_place("--out", where)  # before what may take days
     deadline = time.monotonic() + args.budget if args.budget else None
     status = 0
-    for claim, directory, plan, levels in planned:
-        left = sum(len(unfinished(level)) for level in levels)
+    for claim, directory, plan, stages in planned:
+        left = sum(len(unfinished(stage)) for stage in stages)
         out.print(f"{claim.name}: {claim.sentence} ({left} runs to train in {directory})")
         try:
             with LiveText(out) as live:
@@ -164,21 +165,21 @@ def main(argv: Sequence[str]) -> int:
 
 def _conclude(
     claim: Claim,
-    levels: Sequence[Level],
+    stages: Sequence[Stage],
     args: argparse.Namespace,
     seeds: Sequence[int],
     where: storage.AnyPath,
     overrides: Mapping[str, str],
 ) -> str:
     """Measures, judges, writes result and figure; the text of both for the terminal."""
-    values = collect(claim, levels, console().print)
+    values = collect(claim, stages, console().print)
     named = next((one for one in args.names if Path(one).stem == claim.name), claim.name)
     keys = [f"--config.{key}={value}" for key, value in overrides.items()]
     line = ["python", "-m", "pe_lab.claims", named, f"--size={args.size}", f"--seeds={args.seeds or 3}", *keys]
     # A history goes on from the committed result, which is beside the claim's file, wherever the runs are.
     before = read_result(claim.name, where) or read_result(claim.name, Path(claim.file).parent / "results")
     before = before if before and before["size"] == args.size else None
-    result = make_result(claim, args.size, seeds, values, costs(levels), redacted(shlex.join(line)), before)
+    result = make_result(claim, args.size, seeds, values, costs(stages), redacted(shlex.join(line)), before)
     path = write_result(result, where)
     figures = storage.write_files({where / f"{claim.name}.{form}": draw(result, form) for form in ("png", "svg")})
     rows = [[one["text"], described(one), one["outcome"]] for one in result["criteria"]]
@@ -187,30 +188,30 @@ def _conclude(
     return f"{shown}\n{claim.name}: {result['verdict'].upper()}. {path} and {figures[0].name}"
 
 
-def _costs(levels: Sequence[Level]) -> str:
-    known = costs(levels)
+def _costs(stages: Sequence[Stage]) -> str:
+    known = costs(stages)
     rows = []
-    for level in levels:
-        left = {cell.name for cell in unfinished(level)}
-        for arm in dict.fromkeys(cell.setting["arm"] for cell in level.cells):
-            cells = [cell for cell in level.cells if cell.setting["arm"] == arm]
+    for stage in stages:
+        left = {cell.name for cell in unfinished(stage)}
+        for arm in dict.fromkeys(cell.setting["arm"] for cell in stage.cells):
+            cells = [cell for cell in stage.cells if cell.setting["arm"] == arm]
             about = known[arm]
             done = sum(cell.name not in left for cell in cells)
             known_sizes = (about["parameters"], about["tokens"])
             shown = ["?" if math.isnan(one) else count(one) for one in known_sizes]
             shown.append("?" if math.isnan(about["flops"]) else f"{about['flops']:.2e}")
             rows.append([arm, f"{done} of {len(cells)}", *shown, cells[0].reference])
-        for arm in dict.fromkeys(arm for arm, _ in level.edits):
+        for arm in dict.fromkeys(arm for arm, _ in stage.edits):
             rows.append([arm.name, "0", "?", "?", "?", f"{arm.recipe} after surgery {arm.surgery}"])
     return table(["arm", "trained", "parameters", "tokens", "FLOPs a seed", "recipe"], rows, words=1)
 
 
 def _listed() -> str:
-    """The claims there are, with their claims and committed verdicts."""
+    """The claims there are, with their sentences and committed verdicts."""
     names = claim_names()
     found = {one["claim"]: one["verdict"] for one in read_results()}
     rows = [[claim.name, claim.paper, found.get(claim.name, "not run"), claim.sentence] for claim in load_claims(names)]
-    return table(["name", "paper", "verdict", "claim"], rows, words=4)
+    return table(["claim", "paper", "verdict", "sentence"], rows, words=4)
 
 
 def _judge_again(args: argparse.Namespace) -> int:

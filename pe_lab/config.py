@@ -10,10 +10,12 @@ from typing import Any, Literal
 from pe_lab.config_codec import INT32, OMIT_DEFAULT, SEED, number
 from pe_lab.config_codec import check_bounds as check_bounds
 from pe_lab.config_codec import check_key as check_key
+from pe_lab.config_codec import field_types as field_types
 from pe_lab.config_codec import from_dict as from_dict
-from pe_lab.config_codec import register_descriptions as register_descriptions
+from pe_lab.config_codec import kind_name as kind_name
 from pe_lab.config_codec import register_kind as register_kind
 from pe_lab.config_codec import to_json as to_json
+from pe_lab.config_codec import with_descriptions as with_descriptions
 from pe_lab.errors import ConfigError
 
 
@@ -44,6 +46,7 @@ class ModelConfig:
     norm: str = "rms"  # of the residual stream: rms | rms_plus_one (scaled by 1 + w, Gemma) | layer
     activation: str = "silu"  # silu | gelu_tanh | gelu (the exact one) | relu2
     gated_mlp: bool = True  # down(activation(gate x) * up x), or else down(activation(up x))
+    feed_forward: str = field(default="", metadata=OMIT_DEFAULT)  # a registered module in the place of the MLP
     parallel_block: bool = False  # x + attention(norm x) + mlp(norm x), or else sequential
     tie_embeddings: bool = True
     scale_embeddings: bool = False  # the input embedding times sqrt(d_model) (Gemma)
@@ -56,12 +59,6 @@ class ModelConfig:
     attention: str = "auto"  # or a name that `python -m pe_lab.attention` lists
     attention_chunk: int = number(512, 1, 2**20)  # query and key block of the chunked attention, in tokens
     loss_chunks: int | Literal["auto"] = number(1, 1, 2**20)  # parts of a device's tokens, one loss after another
-
-    @staticmethod
-    def of_earlier_versions(value: Mapping[str, Any]) -> dict[str, Any]:
-        """The keys of a recipe or checkpoint; versions with one kind of QK-norm had a bool."""
-        norm = value.get("qk_norm")
-        return {**value, "qk_norm": "head" if norm else "none"} if isinstance(norm, bool) else dict(value)
 
 
 @dataclass(frozen=True)
@@ -84,14 +81,21 @@ class DataConfig:
     """The corpora, the tokenizer, and how tokens are packed into windows of `sequence_length` + 1."""
 
     sources: tuple[SourceConfig, ...] = (SourceConfig(),)
-    tokenizer: str = "bytes"  # bytes | hf:PATH | gguf:PATH | saved:DIR | sentencepiece:PATH or :train:SIZE
+    tokenizer: str = "bytes"  # bytes | hf:PATH | gguf:PATH | saved:DIR | sentencepiece:PATH or :train:SIZE | none
     prepared: str = ""  # a directory written by pe_lab.prepare; replaces `sources` and `tokenizer`
+    grain: str = field(default="", metadata=OMIT_DEFAULT)  # FILE.py:FUNCTION of a Grain dataset; replaces `sources`
     cache_dir: str = "data"  # directory of the shards that the first use writes
     segments: bool = False  # mask attention between the documents of one window
     packing: Literal["concatenate", "best_fit"] = "concatenate"  # best_fit cuts no document that fits a window
     validation_fraction: float = number(0.01, 0, 1)
     seed: int = number(0, 0, SEED)
     workers: int = number(0, 0, 1024)  # threads that read batches ahead; 0: one
+
+
+TOPOLOGIES = (  # what `pe_lab.plan --topology` takes
+    "v4:4x4x4, v5e:16x16, v5p:4x4x4, v6e:8x8, tpu7x:4x4x4 (--slices=N of them); "
+    "a100:8, h100:8, h200:8, b200:8 (gpu:8 is h100:8); cpu:8; local"
+)
 
 
 @dataclass(frozen=True)
@@ -137,8 +141,8 @@ class OptimizerConfig:
     weight_decay: float = number(0.1, 0, 1000)  # on matrices only
     decay_embeddings: bool = True  # False: no weight decay on the embedding and the head
     clip_norm: float = number(1.0, 0, 10**30)
-    # At `train --extend`: the new length's schedule, the last rate, or a new warm-up and decay (auto: of cosine).
-    on_extend: Literal["auto", "stretch", "hold", "rewarm"] = "auto"
+    # At `train --until`: the schedule of the new steps, the last rate, or a new warm-up and decay (auto: of cosine).
+    on_prolong: Literal["auto", "stretch", "hold", "rewarm"] = "auto"
     embedding_multiplier: float = number(1.0, 0, 10**6)  # learning rate of the embedding, over `learning_rate`
     head_multiplier: float = number(1.0, 0, 10**6)  # of an output embedding that is not tied
     vector_multiplier: float = number(1.0, 0, 10**6)  # of norms and biases
@@ -146,8 +150,8 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
-class ExtensionConfig:
-    """What `train --extend` adds to a phase of `steps`: from step `at` on, the learning rate is that of `how`."""
+class ProlongedConfig:
+    """A phase of `steps` that `train --until` made longer: from step `at` on, the learning rate is that of `how`."""
 
     steps: int = number(1, 1, INT32)
     at: int = number(0, 0, INT32)
@@ -166,7 +170,7 @@ class DistillConfig:
 
 
 @dataclass(frozen=True)
-class PathConfig:
+class TransitionConfig:
     """A gradual change of the encoding: over the first steps of a phase the schedule moves from another to its own."""
 
     start: Any = "init"  # init: the layers that the phase starts from; or an encoding, as `positional`
@@ -192,9 +196,9 @@ class PhaseConfig:
     batch_size: int = number(256, 1, INT32)  # windows a step, over all devices and micro-batches
     accumulate: int = number(1, 1, INT32)  # micro-batches a step
     optimizer: OptimizerConfig = OptimizerConfig()
-    extensions: tuple[ExtensionConfig, ...] = ()  # in the order in which they were made
+    prolonged: tuple[ProlongedConfig, ...] = ()  # in the order in which it was
     distill: DistillConfig | None = field(default=None, metadata=OMIT_DEFAULT)  # learn from another model too
-    path: PathConfig | None = field(default=None, metadata=OMIT_DEFAULT)  # change the encoding gradually
+    transition: TransitionConfig | None = field(default=None, metadata=OMIT_DEFAULT)  # change the encoding gradually
 
 
 @dataclass(frozen=True)

@@ -10,29 +10,24 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pe_lab import storage
-from pe_lab.checkpoints import Checkpoint, is_external, open_checkpoint, open_source
-from pe_lab.checkpoints.families import FAMILIES, leaf_paths
-from pe_lab.checkpoints.hf_export import DTYPES, Export, plan_export, write_huggingface
-from pe_lab.checkpoints.locating import DIRECTORY
-from pe_lab.checkpoints.native import write_checkpoint
-from pe_lab.checkpoints.parity import LAST_POSITION, Verdict, compare, find_python, fits_twice
-from pe_lab.checkpoints.rope_parameters import declared_length
-from pe_lab.checkpoints.runtimes import report
-from pe_lab.checkpoints.source import Source, nested
-from pe_lab.data.tokenizers import Tokenizer, check_vocabulary, export_tokenizer, load_tokenizer, save_tokenizer
-from pe_lab.data.tokenizers.companions import CONFIGURATION, GENERATION
 from pe_lab.errors import CheckpointError, ConfigError, UnsupportedError
-from pe_lab.model import Model
-from pe_lab.parallel import hide_absent_tpu
-from pe_lab.positional import Layer, Rope, build_schedule, describe
 from pe_lab.storage import AnyPath, check_checkpoints, check_place, new_directory, write_json
 from pe_lab.storage.manifest import manifest_of
 from pe_lab.terminal import Progress, argument_parser, console, positive, works_on
+
+if TYPE_CHECKING:
+    from pe_lab.checkpoints.checkpoint import Checkpoint
+    from pe_lab.checkpoints.huggingface import Export
+    from pe_lab.checkpoints.parity import Parity
+    from pe_lab.checkpoints.source import CheckpointSource
+    from pe_lab.data.tokenizers import Tokenizer
+    from pe_lab.model import Model
+    from pe_lab.positional import Layer
 
 EXAMPLES = """\
 import:
@@ -58,10 +53,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--to", required=True, help="a new directory; hf:DIR to export")
     p.add_argument(
         "--family",
-        choices=FAMILIES,
-        help="the architecture of an export (default: the first that can express the model)",
+        help="the architecture of an export, such as llama or qwen3 (default: the first that can express the model)",
     )
-    p.add_argument("--dtype", choices=DTYPES, help="of exported weights (default: unchanged)")
+    p.add_argument("--dtype", help="of exported weights: float32, bfloat16 or float16 (default: unchanged)")
     p.add_argument(
         "--length",
         type=positive,
@@ -82,14 +76,19 @@ def parser() -> argparse.ArgumentParser:
         help="compare logits with transformers: if possible (auto), always, or never",
     )
     p.add_argument("--parity-python", metavar="PYTHON", help="an interpreter with transformers and torch")
-    p.add_argument("--gate", dest="parity", choices=("auto", "require", "off"), help=argparse.SUPPRESS)  # former names
-    p.add_argument("--gate-python", dest="parity_python", help=argparse.SUPPRESS)
     return p
 
 
 @works_on
 def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
+
+    from pe_lab.checkpoints.checkpoint import open_source  # these load JAX
+    from pe_lab.checkpoints.locating import DIRECTORY
+    from pe_lab.checkpoints.parity import find_python
+    from pe_lab.data.tokenizers import check_vocabulary, load_tokenizer
+    from pe_lab.parallel import hide_absent_tpu
+
     exported = args.to.startswith("hf:")
     to = storage.path("--to", args.to.removeprefix("hf:"))
     if not exported:
@@ -111,9 +110,16 @@ def main(argv: Sequence[str]) -> int:
 
 
 def import_checkpoint(
-    source: Source, tokenizer: Tokenizer | None, to: AnyPath, args: argparse.Namespace, python: str | None
+    source: CheckpointSource, tokenizer: Tokenizer | None, to: AnyPath, args: argparse.Namespace, python: str | None
 ) -> None:
     """Writes an external checkpoint as a native one."""
+    from pe_lab.checkpoints.checkpoint import is_external, open_checkpoint
+    from pe_lab.checkpoints.native import write_checkpoint
+    from pe_lab.checkpoints.parity import compare
+    from pe_lab.data.tokenizers import save_tokenizer
+    from pe_lab.model import Model
+    from pe_lab.positional import build_schedule, describe
+
     if not is_external(args.source):
         raise ConfigError(
             f"--from '{args.source}' is a checkpoint of pe_lab already. Edit it with pe_lab.surgery, or export it with "
@@ -148,13 +154,20 @@ def import_checkpoint(
 
 
 def _plain(layer: Layer) -> bool:
+    from pe_lab.positional import Rope
+
     return isinstance(layer.encoding, Rope) and layer.encoding.scaling is None
 
 
 def export_checkpoint(
-    source: Source, tokenizer: Tokenizer | None, to: AnyPath, args: argparse.Namespace, python: str | None
+    source: CheckpointSource, tokenizer: Tokenizer | None, to: AnyPath, args: argparse.Namespace, python: str | None
 ) -> None:
     """Writes any checkpoint as a Hugging Face directory."""
+    from pe_lab.checkpoints.huggingface import plan_export, write_huggingface
+    from pe_lab.checkpoints.parity import compare
+    from pe_lab.checkpoints.runtimes import report
+    from pe_lab.model import Model
+
     export = plan_export(source, args.family, args.dtype, args.length, args.max_length)
     if tokenizer is not None:
         export = dataclasses.replace(export, config={**export.config, **_token_ids(tokenizer, export.config)})
@@ -203,6 +216,10 @@ def _write_generation(config: dict[str, Any], tokenizer: Tokenizer | None, direc
 
     Settings of sampling are those of the generation_config.json that came with the tokenizer, or else greedy.
     """
+    from pe_lab.checkpoints.rope_parameters import declared_length
+    from pe_lab.data.tokenizers import export_tokenizer
+    from pe_lab.data.tokenizers.companions import CONFIGURATION, GENERATION
+
     if tokenizer is not None:
         export_tokenizer(tokenizer, directory)
         settings = json.loads((directory / CONFIGURATION).read_bytes())
@@ -214,6 +231,10 @@ def _write_generation(config: dict[str, Any], tokenizer: Tokenizer | None, direc
 
 def _as_exported(args: argparse.Namespace, export: Export) -> Checkpoint:
     """The model that the export should equal: with logit scales as such in float32, else folded and rounded."""
+    from pe_lab.checkpoints.checkpoint import open_checkpoint
+    from pe_lab.checkpoints.families import leaf_paths
+    from pe_lab.checkpoints.source import nested
+
     checkpoint = open_checkpoint(args.source)
     if export.dtype == "float32":
         pairs = zip(export.layers, export.scales, strict=True)
@@ -229,9 +250,11 @@ def _as_exported(args: argparse.Namespace, export: Export) -> Checkpoint:
 
 
 def _check_parity(
-    args: argparse.Namespace, python: str | None, model: Model, judge: Callable[[str], Sequence[Verdict]]
+    args: argparse.Namespace, python: str | None, model: Model, judge: Callable[[str], Sequence[Parity]]
 ) -> None:
     """Prints the verdict of the parity check, or why it was not made; `CheckpointError` if the logits differ."""
+    from pe_lab.checkpoints.parity import LAST_POSITION, fits_twice
+
     if args.parity == "off":
         print("Logits not compared: --parity=off.")
         return

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import re
+import sys
+import traceback
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 
 class UserError(ValueError):
@@ -158,3 +162,36 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
+
+
+def is_external(kind: Any) -> bool:
+    """Whether a class or a function is not pe_lab's own."""
+    return (getattr(kind, "__module__", None) or "").partition(".")[0] != "pe_lab"
+
+
+def call(owner: Any, method: str, *arguments: Any, **settings: Any) -> Any:
+    """The result of `owner.method(...)`, or of `owner(...)` where `method` is empty.
+
+    Raises:
+      ConfigError: code from outside raised an error; says which and in which line.
+    """
+    function = getattr(owner, method) if method else owner
+    kind = type(owner) if method else owner
+    while isinstance(kind, functools.partial):
+        kind = kind.func
+    kind = kind if hasattr(kind, "__qualname__") else type(kind)
+    try:
+        return function(*arguments, **settings)
+    except UserError:
+        raise
+    except Exception as error:
+        if not is_external(kind):
+            raise
+        lines = traceback.extract_tb(error.__traceback__)
+        file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+        at = next((line for line in reversed(lines) if line.filename == file), lines[-1])
+        message = next((line for line in str(error).splitlines() if line.strip()), "").strip()
+        raise ConfigError(
+            f"{kind.__qualname__}{method and '.'}{method} raised {type(error).__name__}: {message} "
+            f"({at.filename}, line {at.lineno}: {at.line})"
+        ) from error

@@ -14,7 +14,7 @@ from pe_lab.terminal import any_seed, any_text, argument_parser, bounded, comman
 
 if TYPE_CHECKING:
     from pe_lab.language_model import LanguageModel
-    from pe_lab.model import Statistics
+    from pe_lab.model import GenerationStatistics
 
 
 def parser() -> argparse.ArgumentParser:
@@ -92,7 +92,7 @@ def as_chat(lm: LanguageModel, text: str) -> Any:
     return encode(chat([{"role": "user", "content": text}]), add_special_tokens=False)
 
 
-def speed(statistics: Statistics) -> str:
+def speed(statistics: GenerationStatistics) -> str:
     """Counts of tokens and their speed, in one line."""
     prefill = statistics.prompt_tokens / max(statistics.prefill_seconds, 1e-9)
     parts = [f"prompt {statistics.prompt_tokens} tokens", f"prefill {prefill:.1f} tokens/s"]
@@ -151,11 +151,11 @@ def given_prompts(args: argparse.Namespace) -> list[str]:
     return [read_text("--prompt-file", args.prompt_file) if args.prompt_file else args.prompt]
 
 
-def generate(args: argparse.Namespace, prompts: Sequence[str]) -> Statistics:
+def generate(args: argparse.Namespace, prompts: Sequence[str]) -> GenerationStatistics:
     """Prints the continuations of prompts; returns counts and seconds, summed over processes."""
     from pe_lab.evaluation.targets import mesh_for
     from pe_lab.language_model import load
-    from pe_lab.model import Statistics
+    from pe_lab.model import GenerationStatistics
     from pe_lab.parallel import is_first
 
     lm = load(args.source, mesh=mesh_for(args.source) if args.together else None)
@@ -170,7 +170,7 @@ def generate(args: argparse.Namespace, prompts: Sequence[str]) -> Statistics:
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "stop", "seed", "cache_length", "refresh")
     settings: dict[str, Any] = {name: getattr(args, name) for name in names}
     given = [as_chat(lm, prompt) for prompt in prompts] if args.chat else prompts
-    statistics = Statistics()
+    statistics = GenerationStatistics()
     if args.prompts:
         print_many(lm, prompts, given, args.batch, settings, statistics)
         return statistics
@@ -186,7 +186,7 @@ def print_many(
     given: Sequence[Any],
     batch: int,
     settings: dict[str, Any],
-    statistics: Statistics,
+    statistics: GenerationStatistics,
 ) -> None:
     """Prints the continuations of many prompts as JSON lines. Several processes share the batches.
 
@@ -197,7 +197,7 @@ def print_many(
     """
     from pe_lab.parallel import is_first, shared
 
-    def continued(starts: Iterable[int]) -> Iterator[tuple[list[str], Statistics]]:
+    def continued(starts: Iterable[int]) -> Iterator[tuple[list[str], GenerationStatistics]]:
         for start in starts:
             # A sequence samples by the seed and its number in the batch.
             drawn, spent = settings | {"seed": settings["seed"] + start}, type(statistics)()

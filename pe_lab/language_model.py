@@ -2,36 +2,50 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import html
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Float, Int
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Float32, Int
 
 from pe_lab.attention.dispatch import choose
-from pe_lab.checkpoints import Checkpoint, open_checkpoint
-from pe_lab.checkpoints.logit_scale import how_to_fit, read_logit_scale
+from pe_lab.attention.layer_encoding import encode_keys, encode_queries
+from pe_lab.attention.statistics import ArrayLike, attention_rows, checked_indices
+from pe_lab.checkpoints.checkpoint import Checkpoint, how_to_fit, open_checkpoint, read_logit_scale
 from pe_lab.checkpoints.surgery import change, with_layers, write_child
 from pe_lab.config import ModelConfig
 from pe_lab.data.tokenizers import Tokenizer, check_vocabulary, load_tokenizer, save_tokenizer
 from pe_lab.errors import CheckpointError, ConfigError, DataError
-from pe_lab.inspection import Inspection
-from pe_lab.model import Decoder, ForwardPasses, Model, Request, Sampling, Schedules, Statistics, Weights, complete
+from pe_lab.model import (
+    Decoder,
+    DecodingWeights,
+    ForwardPasses,
+    GenerationRequest,
+    GenerationStatistics,
+    Model,
+    Sampling,
+    Schedules,
+    complete,
+)
+from pe_lab.model.layer_pass import LayerView, Measure, forward_model, hook_encoded, layer_pass
 from pe_lab.model.learned import split_layers
-from pe_lab.parallel import hide_absent_tpu
+from pe_lab.parallel import AxisRules, hide_absent_tpu, use_mesh
 from pe_lab.positional import (
     Beta,
+    HeadEdit,
     Layer,
     LayerStructure,
     Schedule,
+    Uniform,
     build_schedule,
     describe,
     drop,
@@ -39,6 +53,7 @@ from pe_lab.positional import (
     label_layers,
     read_with,
 )
+from pe_lab.positional.codec import parse
 from pe_lab.storage import AnyPath
 
 Tokens = str | Sequence[int] | Sequence[Sequence[int]] | np.ndarray | jax.Array
@@ -47,18 +62,54 @@ Prompt = Any  # a string, token ids [n], or several of either with any lengths
 
 _compiled = functools.cache(ForwardPasses)
 _decoder = functools.cache(Decoder)
-_weights: dict[int, Weights] = {}  # in the form that decoding reads, by the id of a checkpoint that is alive
+_weights: dict[int, DecodingWeights] = {}  # in the form that decoding reads, by the id of a checkpoint that is alive
 
 
-def _weights_of(checkpoint: Checkpoint, decoder: Decoder) -> Weights:
+def _weights_of(checkpoint: Checkpoint, decoder: Decoder) -> DecodingWeights:
     if id(checkpoint) not in _weights:
         _weights[id(checkpoint)] = decoder.prepare(checkpoint.params)
         weakref.finalize(checkpoint, _weights.pop, id(checkpoint), None)
     return _weights[id(checkpoint)]
 
 
+class QueriesKeysValues(NamedTuple):
+    """Queries, keys and values of L layers, as attention reads them.
+
+    Rotated keys have H heads in layers where the heads of a group rotate differently, else G.
+    """
+
+    query: Float[np.ndarray, "L B T H K"]
+    key: Float[np.ndarray, "L B T heads K"]
+    value: Float[np.ndarray, "L B T G K"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Weights:
+    heads: tuple[int, ...]
+
+    def __call__(self, view: LayerView, queries: jax.Array) -> jax.Array:
+        common = dict(x=view.normed, positions=view.positions, segments=view.segments, window=view.window)
+        rows = attention_rows(view.query, view.key, view.encoding, rows=queries, **common)
+        return rows[:, list(self.heads)]
+
+
+def _input(view: LayerView, data: Any) -> jax.Array:
+    return view.x
+
+
+def _unrotated(view: LayerView, data: Any) -> tuple[jax.Array, ...]:
+    return view.query, view.key, view.value
+
+
+def _rotated(view: LayerView, data: Any) -> tuple[jax.Array, ...]:
+    H, G = view.query.shape[2], view.key.shape[2]
+    query, key = hook_encoded(view)
+    query = encode_queries(query, view.encoding, G)
+    return query, encode_keys(key, view.encoding, H), view.value
+
+
 @dataclass(frozen=True, repr=False)
-class LanguageModel(Inspection):
+class LanguageModel:
     """Weights with the positional encoding of every layer. Immutable: `with_positional` returns another model on the
     same weights.
 
@@ -173,7 +224,7 @@ class LanguageModel(Inspection):
         cache_length: int | None = None,
         refresh: int = 1,
         text: bool | None = None,
-        statistics: Statistics | None = None,
+        statistics: GenerationStatistics | None = None,
     ) -> Any:
         """Continues one prompt or several. Each token is the one that `logits` of the whole sequence would give.
 
@@ -184,7 +235,7 @@ class LanguageModel(Inspection):
           stop: strings that end a continuation, and are not part of it.
           eos_ids: tokens that end a continuation; by default the tokenizer's.
           cache_length: the largest number of tokens of a prompt and its continuation; by default as many as needed.
-          refresh: for encodings that depend on the length, see `model.Request`; 1 is exact, 0 is fast.
+          refresh: for encodings that depend on the length, see `model.GenerationRequest`; 1 is exact, 0 is fast.
           text: whether strings or ids are returned. None: what was given.
           statistics: counts and seconds are added to it.
 
@@ -220,7 +271,7 @@ class LanguageModel(Inspection):
         eos_ids: Collection[int] | None = None,
         cache_length: int | None = None,
         refresh: int = 1,
-        statistics: Statistics | None = None,
+        statistics: GenerationStatistics | None = None,
     ) -> Iterator[str]:
         """Yields the continuation of one prompt in pieces; arguments and errors as in `generate`.
 
@@ -266,11 +317,11 @@ class LanguageModel(Inspection):
         eos_ids: Collection[int] | None,
         cache_length: int | None,
         refresh: int,
-    ) -> Request:
+    ) -> GenerationRequest:
         eos_ids = self.eos_ids if eos_ids is None else eos_ids
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
         sampling = Sampling(temperature, top_k, top_p, seed)
-        return Request(max_new_tokens, sampling, eos_ids, stop, cache_length, refresh)
+        return GenerationRequest(max_new_tokens, sampling, eos_ids, stop, cache_length, refresh)
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -365,6 +416,115 @@ class LanguageModel(Inspection):
             tokenizer = load_tokenizer(self.checkpoint.tokenizer)
         saved = None if tokenizer is None else functools.partial(save_tokenizer, tokenizer)
         return write_child(self.checkpoint, self.layers, directory, change(self.checkpoint.layers, self.layers), saved)
+
+    # What happens inside. Tokens are a string, ids [T] (a batch of one) or ids [B, T].
+
+    def attention_weights(
+        self,
+        tokens: Tokens,
+        layers: Sequence[int] | None = None,
+        heads: Sequence[int] | None = None,
+        queries: Sequence[int] | None = None,
+    ) -> Float32[np.ndarray, "L B H Q T"]:
+        """Attention weights of chosen queries to all keys, float32. Each row adds up to 1.
+
+        Memory is linear in the length for a fixed number of queries.
+
+        Args:
+          layers, heads: None: all.
+          queries: indices of tokens; negative ones count from the end. None: all, which are T * T numbers a head.
+
+        Raises:
+          UserError: a layer, head or token that does not exist.
+        """
+        ids = self.sequences(tokens)
+        T, H = ids.shape[1], self.config.heads
+        chosen = tuple(range(H) if heads is None else heads)
+        for h in chosen:
+            if not 0 <= h < H:
+                raise ConfigError(f"There is no query head {h}; the model has {H}, counted from 0.")
+        at = range(T) if queries is None else [q + T if q < 0 else q for q in queries]
+        return np.stack(self.layer_pass(ids, _Weights(chosen), layers, checked_indices(list(at), T, "queries")))
+
+    def hidden_states(self, tokens: Tokens, layers: Sequence[int] | None = None) -> Float[np.ndarray, "L B T D"]:
+        """The residual stream at the input of each chosen layer, in the compute dtype. Layer 0 reads the embeddings.
+
+        Raises:
+          UserError: a layer that does not exist.
+        """
+        return np.stack(self.layer_pass(self.sequences(tokens), _input, layers))
+
+    def queries_keys_values(
+        self, tokens: Tokens, layers: Sequence[int] | None = None, rotated: bool = False
+    ) -> QueriesKeysValues:
+        """Queries, keys and values of each chosen layer, after projection and QK-norm.
+
+        Args:
+          rotated: whether queries and keys have their positional encoding (rotation, or DoPE's noise) already.
+
+        Raises:
+          UserError: a layer that does not exist.
+        """
+        found = self.layer_pass(self.sequences(tokens), _rotated if rotated else _unrotated, layers)
+        query, key, value = zip(*found, strict=True)
+        heads = max(k.shape[2] for k in key)
+        same = [np.repeat(k, heads // k.shape[2], axis=2) for k in key]
+        return QueriesKeysValues(np.stack(query), np.stack(same), np.stack(value))
+
+    def with_heads(self, layer: int, heads: Sequence[int], to: Any) -> LanguageModel:
+        """The same weights with another encoding on some query heads of one layer.
+
+        Args:
+          to: an encoding (`NoPE()`, `Rope(1e4)`), one of DoPE's edits (`Uniform()`, `Bands(...)`, `Gaussian(...)`), or
+            the text of an encoding (`"nope"`).
+
+        Raises:
+          UserError: a layer, a head or an encoding that does not exist.
+        """
+        if not 0 <= layer < len(self.layers):
+            raise ConfigError(f"There is no layer {layer}; the model has {len(self.layers)}, counted from 0.")
+        for h in heads:
+            if not 0 <= h < self.config.heads:
+                raise ConfigError(f"There is no query head {h}; the model has {self.config.heads}, counted from 0.")
+        if isinstance(to, str):
+            to = Uniform() if to == "uniform" else parse(to).encoding
+        edited: list[Layer] = list(self.layers)
+        before = edited[layer]
+        edited[layer] = dataclasses.replace(before, heads=(*before.heads, HeadEdit(tuple(heads), to)))
+        return self.with_positional(edited)
+
+    def initialized(self, seed: int) -> LanguageModel:
+        """The same shape and encodings with random weights, those that training starts from with this seed."""
+        checkpoint = self.checkpoint
+        params = jax.jit(Model(checkpoint.model, hooks=self.schedule.hooks).init)(jax.random.key(seed))
+        metadata = {**checkpoint.metadata, "id": f"init-{seed}-{checkpoint.metadata['id']}", "lineage": []}
+        return dataclasses.replace(
+            self, checkpoint=dataclasses.replace(checkpoint, params=params, metadata=metadata, step=0)
+        )
+
+    def layer_pass(
+        self,
+        ids: Int[ArrayLike, "B T"],
+        measure: Measure,
+        layers: Sequence[int] | None = None,
+        data: Any = None,
+        segments: Int[ArrayLike, "B T"] | None = None,
+        positions: Int[ArrayLike, "#B T"] | None = None,
+    ) -> list[Any]:
+        """What `measure` returns in each chosen layer; arguments as in `model.layer_pass`.
+
+        The sequences are sharded over the mesh's data axis, where they divide.
+        """
+        mesh, run = self.mesh, contextlib.nullcontext()
+        if mesh is not None:
+            run = use_mesh(mesh, AxisRules())
+            if ids.shape[0] % mesh.shape["data"] == 0:
+                ids = jax.device_put(ids, NamedSharding(mesh, PartitionSpec("data")))
+        schedule = self.schedule_for(ids.shape[1])
+        places = dict(layers=layers, data=data, segments=segments, positions=positions)
+        with run:
+            model = forward_model(self.whole_pass_config())
+            return [x for _, x in layer_pass(model, self.checkpoint.params, ids, schedule, measure, **places)]
 
 
 def load(

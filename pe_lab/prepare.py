@@ -15,10 +15,9 @@ from pe_lab.config import SourceConfig
 from pe_lab.data.chat import chat_fingerprint
 from pe_lab.data.executors import EXECUTORS, in_processes
 from pe_lab.data.filters import REASONS, Filters, text_of
-from pe_lab.data.gathering import DROPPED
-from pe_lab.data.preparation import begun, finish_interrupted, prepare
+from pe_lab.data.preparation import DROPPED, begun, finish_interrupted, prepare
 from pe_lab.data.shards import METADATA_FILE, Metadata, open_prepared
-from pe_lab.data.sources import Source, open_source
+from pe_lab.data.sources import DataSource, open_source
 from pe_lab.data.tokenizers import load_tokenizer, train_sentencepiece, training_size
 from pe_lab.errors import ConfigError, redacted
 from pe_lab.storage import AnyPath, check_place
@@ -194,7 +193,7 @@ def _task(args: argparse.Namespace) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def _check_done(args: argparse.Namespace, filters: Filters, source: Source, out: AnyPath) -> Metadata:
+def _check_done(args: argparse.Namespace, filters: Filters, source: DataSource, out: AnyPath) -> Metadata:
     """The metadata of the data in `out`; `UserError` if they are damaged, or prepared with other arguments."""
     opened = open_prepared(out)
     metadata = opened.metadata

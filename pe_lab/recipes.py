@@ -1,59 +1,91 @@
-"""Recipes: Python files that build an `ml_collections.ConfigDict`, converted into a `Config` here.
+"""Recipes: Python files that build an `ml_collections.ConfigDict`, and how a run's `Config` is made of one.
 
-No other module sees a ConfigDict, except the recipes.
+`read_recipe` gives the tree of the keys that are set, on the command line too. `inherit` completes it from the
+checkpoints that phases start from, `with_prolonged` from the run that it continues; `from_dict` checks it. No other
+module sees a ConfigDict, except the recipes.
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
 import hashlib
 import importlib.util
 import re
 import sys
 import traceback
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ml_collections import ConfigDict
 
-from pe_lab.config import Config, check_key, from_dict
-from pe_lab.errors import ConfigError, did_you_mean
+from pe_lab import storage
+from pe_lab.config import Config, ModelConfig, PhaseConfig, check_key, check_name, from_dict, to_json
+from pe_lab.errors import ConfigError, UserError, did_you_mean
+from pe_lab.identity import saved_config
+from pe_lab.storage import AnyPath, absolute, exists
 from pe_lab.terminal import command
+
+if TYPE_CHECKING:
+    from pe_lab.checkpoints.source import CheckpointSource
+
+Recipe = str | Config | ConfigDict | Mapping[Any, Any]  # a file, or what `get_config` of one returns
 
 
 def load_config(
     reference: str,
-    overrides: Mapping[str, str] | None = None,
-    inherit: Callable[[dict[Any, Any]], dict[Any, Any]] = lambda tree: tree,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    inherits: bool = False,
+    workdir: AnyPath | None = None,
 ) -> Config:
-    """Reads a recipe: `configs/x.py`, or `configs/x.py:ARG` to pass ARG to its `get_config`.
+    """The config of a recipe: `configs/x.py`, or `configs/x.py:ARG` to pass ARG to its `get_config`.
 
     Args:
-      reference: the file, with its argument after a colon. Where there is no such file, `configs/x.py` and
-        `pe_lab/configs/x.py` are the recipe x of this installation.
-      overrides: `{"model.layers": "4", "phases.0.steps": "10"}`; a value is a Python literal or else a text.
-      inherit: completes the tree of the keys that are set; `training.inheritance.inherit` does so from `init_from`.
+      reference, overrides: as for `read_recipe`.
+      inherits: whether phases with `init_from` take what is not set from that checkpoint, see `inherit`; otherwise the
+        defaults are in its place.
+      workdir: of the run, if it may have begun.
 
     Raises:
-      ConfigError: there is no such file or no `get_config` in it, its code raises anything, a key is unknown, a value
-        has another type or is out of bounds.
+      ConfigError: as `read_recipe` and `inherit`; or a key is unknown, a value has another type or is out of bounds.
     """
-    name, arg = split_reference(reference)
-    with explained(name):
-        module = load_module(_find_recipe(Path(name)))
-    get_config = getattr(module, "get_config", None)
-    if not callable(get_config):
-        raise ConfigError(f"--config: '{name}' defines no get_config(arg).")
-    with explained(name):
-        tree = _plain(get_config(arg))
-    if not isinstance(tree, dict):
-        raise ConfigError(f"--config: get_config of '{name}' returns {tree!r}; it must return a ConfigDict.")
-    for key, text in (overrides or {}).items():
-        _override(tree, key, text)
-    return from_dict(Config, inherit(tree))
+    tree = read_recipe(reference, overrides)
+    return from_dict(Config, inherit(tree, workdir) if inherits else tree)
+
+
+def read_recipe(recipe: Recipe, overrides: Mapping[str, Any] | None = None) -> dict[Any, Any]:
+    """The keys that a recipe sets, as nested dicts and lists.
+
+    Args:
+      recipe: a file, with its argument after a colon. Where there is no such file, `configs/x.py` and
+        `pe_lab/configs/x.py` are the recipe x of this installation. Or what its `get_config` returns, or a `Config`.
+      overrides: `{"model.layers": 4, "phases.0.steps": "10"}`; a text is read as a Python literal, if it is one.
+
+    Raises:
+      ConfigError: there is no such file or no `get_config` in it, or its code raises anything.
+    """
+    if isinstance(recipe, Config):
+        tree = to_json(recipe)
+    elif isinstance(recipe, str):
+        name, arg = split_reference(recipe)
+        with explained(name):
+            module = load_module(_find_recipe(Path(name)))
+        get_config = getattr(module, "get_config", None)
+        if not callable(get_config):
+            raise ConfigError(f"--config: '{name}' defines no get_config(arg).")
+        with explained(name):
+            tree = _plain(get_config(arg))
+        if not isinstance(tree, dict):
+            raise ConfigError(f"--config: get_config of '{name}' returns {tree!r}; it must return a ConfigDict.")
+    else:
+        tree = _plain(recipe)
+    for key, value in (overrides or {}).items():
+        _override(tree, key, value)
+    return tree
 
 
 def split_reference(reference: str) -> tuple[str, str]:
@@ -69,7 +101,7 @@ def split_reference(reference: str) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def explained(name: str, option: str = "--config") -> Iterator[None]:
-    """Makes whatever the code of a recipe or a study raises a `ConfigError` with the line that raised it.
+    """Makes whatever the code of a recipe or a claim raises a `ConfigError` with the line that raised it.
 
     `name` is its file as the user gave it by `option`.
     """
@@ -114,7 +146,7 @@ def _find_recipe(path: Path) -> Path:
 
 
 def load_module(path: Path) -> types.ModuleType:
-    """The module of a recipe or a study, which may import others of its directory: `from .table1 import get_config`."""
+    """The module of a recipe or a claim, which may import others of its directory: `from .table1 import get_config`."""
     package = types.ModuleType(f"pe_lab_recipes_{hashlib.sha256(str(path.parent.resolve()).encode()).hexdigest()[:8]}")
     package.__path__ = [str(path.parent.resolve())]
     sys.modules.setdefault(package.__name__, package)
@@ -139,7 +171,7 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _override(tree: Any, key: str, text: str) -> None:
+def _override(tree: Any, key: str, value: Any) -> None:
     """Sets one dotted key of a recipe's tree; items of lists by number. `from_dict` checks the names."""
     *path, last = key.split(".")
 
@@ -156,11 +188,12 @@ def _override(tree: Any, key: str, text: str) -> None:
         tree = tree[index(tree, name)]
         if not isinstance(tree, dict | list):
             raise ConfigError(f"--config.{key}: '{name}' is a single value and has nothing inside.")
-    try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):  # the last two: brackets nested too deep
-        value = {"true": True, "false": False}.get(text.lower(), text)
-    tree[index(tree, last)] = value
+    if isinstance(value, str):
+        try:
+            value = ast.literal_eval(value)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):  # the last two: brackets nested too deep
+            value = {"true": True, "false": False}.get(value.lower(), value)
+    tree[index(tree, last)] = _plain(value)
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -215,3 +248,174 @@ def recipe_arguments(arg: str, **allowed: str | Sequence[str]) -> dict[str, str]
             raise ConfigError(f"'{item}' is no argument of this recipe. {near} It takes {usage}.")
         found[key] = value
     return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a recipe does not set
+
+
+# Without these, the defaults of the config would be another model; recipes of a published shape set them.
+NEEDED = ("layers", "d_model", "d_ff", "heads", "kv_heads")
+
+
+def _shape() -> list[str]:
+    """The fields of `model` that the weights of a checkpoint determine."""
+    from pe_lab.checkpoints.surgery import FREE_FIELDS  # loads JAX, as below
+
+    return [field.name for field in dataclasses.fields(ModelConfig) if field.name not in FREE_FIELDS]
+
+
+def workdir_of(tree: Mapping[Any, Any], given: str | AnyPath | None) -> AnyPath:
+    """The directory of a run: --workdir, or runs/NAME.
+
+    Raises:
+      ConfigError: the name is none of a directory in runs.
+    """
+    name = str(tree.get("name", "run"))
+    check_name("config.name", name)
+    return storage.path("--workdir", given) if given else Path("runs") / name
+
+
+def inherit(tree: dict[Any, Any], workdir: AnyPath | None = None) -> dict[Any, Any]:
+    """The tree of a recipe, completed by what its phases with `init_from` do not set.
+
+    From the checkpoint come the fields of `model` that its weights determine, the tokenizer (unless the data are
+    prepared), and the phase's `sequence_length` and `positional`. A run that has begun in `workdir` has these values in
+    its run.json, and does not need the checkpoint any more.
+
+    Raises:
+      ConfigError: the checkpoint cannot be read, and the recipe does not do without it.
+    """
+    phases = tree.get("phases")
+    if not isinstance(phases, list) or not all(isinstance(phase, dict) for phase in phases):
+        return tree  # `from_dict` has the message
+    tree = {**tree, "phases": [dict(phase) for phase in phases]}
+    saved, first = saved_config(workdir) if workdir is not None else None, True
+    for index, phase in enumerate(tree["phases"]):
+        path = phase.get("init_from")
+        if not isinstance(path, str) or path in ("", "random") or _inside(path, workdir):
+            continue
+        wanted, first = _unset(tree, phase, first), False
+        if not wanted:
+            continue
+        values = _saved(saved, index, path, workdir)
+        if values is None:
+            values = _of_checkpoint(index, path, wanted)
+        for part, key in wanted:
+            if (part, key) in values:
+                target = phase if part == "phase" else tree.setdefault(part, {})
+                target[key] = values[part, key]
+    return tree
+
+
+def _inside(path: str, workdir: AnyPath | None) -> bool:
+    """Whether a checkpoint is one of the run itself, whose shape the config gives."""
+    if workdir is None or path.startswith(("hf:", "gguf:")):
+        return False
+    return absolute(storage.path("init_from", path)).is_relative_to(absolute(workdir))
+
+
+def _unset(tree: dict[Any, Any], phase: Mapping[Any, Any], first: bool) -> list[tuple[str, str]]:
+    """What a recipe leaves to the checkpoint, as (model, data or phase; key)."""
+    wanted = [("phase", key) for key in ("sequence_length", "positional") if key not in phase]
+    if not first:  # one model and one tokenizer for all phases
+        return wanted
+    model, data = (tree.get(part) or {} for part in ("model", "data"))
+    if isinstance(model, dict):
+        tree["model"] = dict(model)
+        wanted += [("model", key) for key in _shape() if key not in model]
+    if isinstance(data, dict) and "tokenizer" not in data and not data.get("prepared"):
+        sources = data.get("sources") or []
+        names = [str(source.get("source", "")) for source in sources if isinstance(source, dict)]
+        if not any(name.startswith("prepared:") for name in names):
+            tree["data"] = dict(data)
+            wanted.append(("data", "tokenizer"))
+    return wanted
+
+
+def _saved(
+    saved: Mapping[str, Any] | None, index: int, path: str, workdir: AnyPath | None
+) -> dict[tuple[str, str], Any] | None:
+    """The values of the run that has begun; None if there is none that starts from `path`."""
+    from pe_lab.data.tokenizers import KIND_FILE
+
+    try:
+        phase, model, data = saved["phases"][index], saved["model"], saved["data"]
+        if phase["init_from"] != path:
+            return None
+        values = {("model", key): model[key] for key in _shape() if key in model}
+        values |= {("phase", key): phase[key] for key in ("sequence_length", "positional")}
+        tokenizer = data["tokenizer"]
+        kept = workdir / "tokenizer"
+        if not exists(storage.path("the tokenizer", tokenizer.partition(":")[2] or ".")) and exists(kept / KIND_FILE):
+            tokenizer = f"saved:{kept}"  # the run's own copy
+        return {**values, ("data", "tokenizer"): tokenizer}
+    except (AttributeError, TypeError, LookupError):
+        return None
+
+
+def _of_checkpoint(index: int, path: str, wanted: list[tuple[str, str]]) -> dict[tuple[str, str], Any]:
+    """The values of a checkpoint."""
+    from pe_lab.checkpoints.checkpoint import open_source
+
+    needed = [key for part, key in wanted if part != "model" or key in NEEDED]
+    try:
+        source = open_source(path)
+    except UserError as error:
+        if not needed:
+            return {}  # the recipe says all; training says what is wrong with the checkpoint
+        raise ConfigError(
+            f"config.phases[{index}] takes {', '.join(needed)} from its init_from '{path}', which cannot be read: "
+            f"{error} Make that checkpoint first (pe_lab.convert imports one), or set these keys."
+        ) from None
+    values = {("model", key): getattr(source.model, key) for key in _shape()}
+    values |= {("phase", "sequence_length"): source.training_length, ("phase", "positional"): _described(source)}
+    if ("data", "tokenizer") in wanted:
+        if not source.tokenizer:
+            raise ConfigError(f"The checkpoint '{source.display_name}' has no tokenizer: set config.data.tokenizer.")
+        values["data", "tokenizer"] = source.tokenizer
+    return values
+
+
+def _described(source: CheckpointSource) -> Any:
+    """The layers of a checkpoint for `positional`: one encoding if all layers have it, and nothing else."""
+    from pe_lab.positional import Layer
+
+    first = source.layers[0]
+    same = all(layer == first for layer in source.layers)
+    return first.encoding if same and first == Layer(first.encoding) else [first] if same else list(source.layers)
+
+
+def with_prolonged(tree: dict[Any, Any], saved: Mapping[str, Any] | None) -> dict[Any, Any]:
+    """The tree of a recipe with the steps that `train --until` has added to the run, whose config so far is `saved`.
+
+    A phase of `epochs` gets the steps that its run found for them: the added ones come after these.
+
+    Raises:
+      ConfigError: the recipe has another number of steps than the run had before it was made longer, and has now.
+    """
+    phases, before = tree.get("phases"), (saved or {}).get("phases")
+    if not isinstance(phases, list) or not isinstance(before, list):
+        return tree
+    known = {phase.get("name"): phase for phase in before if isinstance(phase, dict)}
+    phases = list(phases)
+    for index, phase in enumerate(phases):
+        if not isinstance(phase, dict) or phase.get("prolonged"):
+            continue
+        name, epochs = phase.get("name", PhaseConfig.name), phase.get("epochs")
+        was = known.get(name, {}) if isinstance(name, str) else {}
+        prolonged, now = was.get("prolonged", []), phase.get("steps", PhaseConfig.steps)
+        if not prolonged and not (epochs and was):
+            continue
+        try:
+            was = from_dict(PhaseConfig, {"name": name, "steps": was["steps"], "prolonged": prolonged})
+        except (UserError, LookupError):
+            continue  # damaged
+        if not epochs and now not in (was.steps, *(one.steps for one in was.prolonged)):
+            planned = was.prolonged[0].steps
+            raise ConfigError(
+                f"config.phases[{index}] ('{name}').steps is {now}, and the run was made longer, from {planned} to "
+                f"{was.steps} steps. Leave the recipe at {planned}, and give --until=STEPS for more."
+            )
+        phases[index] = {**phase, "steps": was.steps, "prolonged": list(was.prolonged)}
+    return {**tree, "phases": phases}

@@ -8,44 +8,18 @@ import functools
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pe_lab import storage
-from pe_lab.analysis.drop_choice import SEQUENCES, choose_layers, session_of
-from pe_lab.checkpoints import is_external, open_checkpoint
-from pe_lab.checkpoints.checkpoint import Checkpoint
-from pe_lab.checkpoints.locating import DIRECTORY
-from pe_lab.checkpoints.logit_scale import how_to_fit, read_logit_scale
-from pe_lab.checkpoints.qk_norm import change_qk_norm
-from pe_lab.checkpoints.surgery import NOTHING, carried_parameters, change, write_child
-from pe_lab.checkpoints.weights import weights_digest
-from pe_lab.config import DataConfig, from_dict
-from pe_lab.data.held_out import validation_batches
-from pe_lab.data.tokenizers import load_tokenizer, save_tokenizer
-from pe_lab.errors import CheckpointError, ConfigError, DataError, UserError
-from pe_lab.model.learned import learned_encodings, split_layers
-from pe_lab.parallel import start_processes
-from pe_lab.positional import (
-    DOPE,
-    Beta,
-    HeadEdit,
-    Layer,
-    NoPE,
-    Rope,
-    build_schedule,
-    denoise_by,
-    describe,
-    drop,
-    layer_hooks,
-    read_scores,
-    read_with,
-)
-from pe_lab.positional.codec import numbers_and_ranges, ranges
-from pe_lab.positional.registry import registered_name
-from pe_lab.positional.schemes.gates import GatedRope, gates
+from pe_lab.errors import CheckpointError, ConfigError, DataError, UserError, did_you_mean
 from pe_lab.storage import check_checkpoints, check_place
 from pe_lab.terminal import argument_parser, bounded, positive, works_on
+
+if TYPE_CHECKING:
+    from pe_lab.checkpoints.checkpoint import Checkpoint
+    from pe_lab.positional import Beta, Layer
 
 FIT_WINDOWS, FIT_LENGTH = 8, 1024  # windows to fit a QK-norm's constants on, and the most tokens of each
 
@@ -87,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--most", type=positive, metavar="N", help="at most so many layers (with --drop=auto)")
     searches, help = ("greedy", "first-order"), "of --drop=auto: greedy (default), or by each layer's own cost"
     parser.add_argument("--search", choices=searches, help=help)
-    parser.add_argument("--sequences", type=positive, metavar="N", help=f"to measure --drop=auto on ({SEQUENCES})")
+    parser.add_argument("--sequences", type=positive, metavar="N", help="to measure --drop=auto on (32)")
     parser.add_argument("--length", help="of these sequences, such as 2048 or 2x (the training length)")
     parser.add_argument(
         "--count", type=bounded(int, 1, 2**20), default=1, help="number of heads to denoise (with --mask-heads)"
@@ -95,7 +69,11 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--order", default="ascending", choices=("ascending", "descending"), help="the lowest scores, or the highest"
     )
-    parser.add_argument("--dope", default="all-nope", choices=DOPE, help="method for these heads (all-nope by default)")
+    parser.add_argument(
+        "--dope",
+        default="all-nope",
+        help="method for these heads, such as all-uniform or parts-fast (all-nope by default)",
+    )
     parser.add_argument(
         "--dope-seed",
         type=bounded(int, 1, 2**32 - 1),
@@ -129,6 +107,10 @@ def parser() -> argparse.ArgumentParser:
 
 def edited_layers(parent: Checkpoint, args: argparse.Namespace) -> tuple[Layer, ...]:
     """The parent's layers after the edit of the command line."""
+    from pe_lab.checkpoints.checkpoint import weights_digest
+    from pe_lab.positional import DOPE, denoise_by, drop, read_scores, read_with
+    from pe_lab.positional.codec import numbers_and_ranges
+
     if args.layers and not args.drop:
         raise UserError("--layers goes with --drop; --positional takes one encoding per layer as a pattern.")
     chosen = {"seed": args.dope_seed, "sigma": args.dope_sigma}
@@ -151,6 +133,8 @@ def edited_layers(parent: Checkpoint, args: argparse.Namespace) -> tuple[Layer, 
     if args.positional:
         return read_with(args.positional, parent.layers, length)
     if args.mask_heads:
+        if args.dope not in DOPE:
+            raise ConfigError(f"--dope='{args.dope}' is no method. {did_you_mean(args.dope, list(DOPE))}")
         weights = weights_digest(parent.params)
         scores = read_scores(args.mask_heads, len(parent.layers), parent.model.heads, weights, str(parent.path))
         return denoise_by(args.dope, parent.layers, scores, args.count, args.order, length, **noise)
@@ -159,6 +143,10 @@ def edited_layers(parent: Checkpoint, args: argparse.Namespace) -> tuple[Layer, 
 
 def kept(layers: Sequence[Layer]) -> str:
     """What the layers without encoding still have beside it, such as `with=t5 on layers 0-3`; "" for nothing."""
+    from pe_lab.positional import NoPE
+    from pe_lab.positional.codec import ranges
+    from pe_lab.positional.registry import registered_name
+
     places: dict[str, list[int]] = {}
     for n, layer in enumerate(layers):
         if layer.encoding != NoPE():
@@ -173,6 +161,10 @@ def kept(layers: Sequence[Layer]) -> str:
 
 def gated_layers(parent: Checkpoint) -> tuple[Layer, ...]:
     """The layers of a model with gates: RoPE on heads whose gate is open, at least 0.5, and nothing on the others."""
+    from pe_lab.model.learned import learned_encodings
+    from pe_lab.positional import HeadEdit, NoPE, Rope, layer_hooks
+    from pe_lab.positional.schemes.rotations import GatedRope, gates
+
     found = list(parent.layers)
     hooks = layer_hooks(parent.layers, parent.model.heads)
     for name, (encoding, at) in learned_encodings(hooks).items():
@@ -196,6 +188,9 @@ def gated_layers(parent: Checkpoint) -> tuple[Layer, ...]:
 
 def chosen_layers(parent: Checkpoint, args: argparse.Namespace) -> list[int]:
     """The layers that `--drop=auto` drops; what is measured is kept beside `--to`, until the child is written."""
+    from pe_lab.analysis.drop_choice import SEQUENCES, choose_layers, session_of
+    from pe_lab.checkpoints.checkpoint import is_external
+
     to = storage.path("--to", args.to)
     budget = 0.1 if args.budget is None else args.budget
     # A run is all its phases to an analysis, and its last checkpoint to surgery.
@@ -215,6 +210,9 @@ def measured_at(to: storage.AnyPath) -> storage.AnyPath:
 
 def logit_scale(parent: Checkpoint, text: str) -> Beta:
     """The value of `--logit-scale` for this checkpoint."""
+    from pe_lab.checkpoints.checkpoint import how_to_fit, read_logit_scale
+    from pe_lab.positional import Beta
+
     if text != "fitted":
         try:
             return Beta(float(text), int(parent.metadata["training_length"]))
@@ -228,6 +226,10 @@ def logit_scale(parent: Checkpoint, text: str) -> Beta:
 
 def fitting_batch(parent: Checkpoint, text: str | None) -> Mapping[str, np.ndarray]:
     """A batch of windows of at most `FIT_LENGTH` tokens, from a text file or from the checkpoint's held-out data."""
+    from pe_lab.config import DataConfig, from_dict
+    from pe_lab.data.held_out import validation_batches
+    from pe_lab.data.tokenizers import load_tokenizer
+
     length = min(int(parent.metadata["training_length"]), FIT_LENGTH)
     if text:
         if not parent.tokenizer:
@@ -246,7 +248,9 @@ def fitting_batch(parent: Checkpoint, text: str | None) -> Mapping[str, np.ndarr
         raise ConfigError(f"A QK-norm is fitted on text, and '{parent.path}' names no data; give --text=FILE.")
     data = from_dict(DataConfig, parent.metadata["config"]["data"], f"{parent.path}: config.data")
     try:
-        found = validation_batches(data, sequence_length=length, batch_size=FIT_WINDOWS, count=1)
+        found = validation_batches(
+            data, sequence_length=length, batch_size=FIT_WINDOWS, count=1, vocab_size=parent.model.vocab_size
+        )
     except UserError as error:
         raise DataError(
             f"A QK-norm is fitted on text, and the data of '{parent.path}' cannot be read: {error} Or give --text=FILE."
@@ -260,6 +264,15 @@ def fitting_batch(parent: Checkpoint, text: str | None) -> Mapping[str, np.ndarr
 @works_on
 def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
+
+    from pe_lab.checkpoints.checkpoint import open_checkpoint  # these load JAX
+    from pe_lab.checkpoints.locating import DIRECTORY
+    from pe_lab.checkpoints.surgery import NOTHING, carried_parameters, change, change_qk_norm, write_child
+    from pe_lab.data.tokenizers import load_tokenizer, save_tokenizer
+    from pe_lab.model.learned import split_layers
+    from pe_lab.parallel import start_processes
+    from pe_lab.positional import build_schedule, describe
+
     kind = "none" if args.remove_qk_norm else args.add_qk_norm
     if not (args.drop or args.positional or args.mask_heads or args.logit_scale or kind):
         raise ConfigError(

@@ -29,8 +29,6 @@ if __name__ == "__main__":
 
     refuse_misspelt_keys()
 
-import jax
-
 from pe_lab import storage
 from pe_lab.errors import ConfigError, did_you_mean
 from pe_lab.lab.sweeps import (
@@ -44,12 +42,11 @@ from pe_lab.lab.sweeps import (
     summarize,
 )
 from pe_lab.lab.sweeps.cells import FILE
-from pe_lab.lab.sweeps.progress import Board, cost, counts, failures
 from pe_lab.lab.sweeps.results import shown, write_results
 from pe_lab.lab.sweeps.runners import make_runner, split_passed_on
 from pe_lab.lab.sweeps.running import exit_status
+from pe_lab.lab.sweeps.state import Board, cost, counts, failures
 from pe_lab.lab.sweeps.table import TRAINING, VALIDATION
-from pe_lab.positional.registry import external_files
 from pe_lab.recipes import split_overrides
 
 
@@ -94,6 +91,11 @@ def main(argv: Sequence[str]) -> int:
     rest, overrides = split_overrides(argv)
     rest, passed_on = split_passed_on(rest)
     args = parser().parse_args(rest)
+
+    import jax
+
+    from pe_lab.positional.registry import external_files
+
     # The cells need the devices; this process only plans.
     jax.config.update("jax_platforms", "cpu")
     if args.table:

@@ -209,13 +209,16 @@ class _Parser(argparse.ArgumentParser):
 # Files and modules of encodings, as a JSON list, for this process and those that it starts.
 ENCODINGS = "PE_LAB_ENCODINGS"
 _importers: list[Callable[[str], Any]] = []
+_imported: set[str] = set()
 
 
 def import_encodings_by(function: Callable[[str], Any]) -> None:
-    """Imports the encodings that `--encodings` named so far by this function, and those that it will name."""
+    """Imports the encodings that `--encodings` named so far by this function, once, and those that it will name."""
     _importers[:] = [function]
     for reference in _passed_on():
-        function(reference)
+        if reference not in _imported:
+            _imported.add(reference)
+            function(reference)
 
 
 def pass_on_encodings(reference: str) -> None:
@@ -237,6 +240,7 @@ class _Encodings(argparse.Action):
                 raise ConfigError(f"--encodings: there is no file '{values}'.")
         pass_on_encodings(values)
         for function in _importers:
+            _imported.add(values)
             function(values)
 
 

@@ -21,20 +21,16 @@ from pe_lab.checkpoints.locating import (
     read_metadata,
     steps_in,
     stored_metadata,
+    tokenizer_directory,
 )
-from pe_lab.checkpoints.locating import tokenizer_directory as tokenizer_of
-from pe_lab.checkpoints.native import NativeSource
 from pe_lab.data.shards import METADATA_FILE, Metadata, manifest_of_prepared
 from pe_lab.data.shards import read_metadata as read_prepared
 from pe_lab.data.tokenizers import load_saved_tokenizer
-from pe_lab.errors import CheckpointError, ConfigError, DataError, EncodingError, StoreError, UserError
+from pe_lab.errors import CheckpointError, ConfigError, DataError, StoreError, UserError
 from pe_lab.storage import AnyPath, children, exists, is_file, is_remote, log_exists, read_json, read_records
 from pe_lab.storage.manifest import MANIFEST, Manifest, seal_broken
+from pe_lab.storage.run_files import LEDGER_FILE, LOGS, PHASE_FILE, RUN_FILE, log_damage, whole_records
 from pe_lab.terminal import Progress, argument_parser, console, works_on
-from pe_lab.training.ledger import FILE as LEDGER
-from pe_lab.training.ledger import whole_records
-from pe_lab.training.logs import LOGS, PHASE_FILE, log_damage
-from pe_lab.training.workdir import RUN_FILE
 
 DESCRIPTION = """\
 Reads every file of the checkpoints, prepared data and exports under the paths, and compares its size and digest with
@@ -47,7 +43,7 @@ checkpoint that is being written, or that they delete, is not counted."""
 WHOLE, DAMAGED, UNKNOWN, UNCOMMITTED = "whole", "DAMAGED", "no digests", "uncommitted"
 
 
-class Target(NamedTuple):
+class VerifyTarget(NamedTuple):
     """A directory to verify.
 
     Attributes:
@@ -64,15 +60,15 @@ class Target(NamedTuple):
     read: str = ""
 
 
-class Verdict(NamedTuple):
+class Finding(NamedTuple):
     """What was found about a target: WHOLE, DAMAGED, UNKNOWN or UNCOMMITTED, and why."""
 
-    target: Target
+    target: VerifyTarget
     state: str
     why: str
 
 
-def targets(path: AnyPath) -> Iterator[Target]:
+def targets(path: AnyPath) -> Iterator[VerifyTarget]:
     """Everything under a path that has digests, or should have them."""
     if is_step(path) and (path.parent.name == DIRECTORY or is_checkpoint(path)):
         yield _checkpoint(path)
@@ -81,9 +77,9 @@ def targets(path: AnyPath) -> Iterator[Target]:
     elif is_file(path / MANIFEST):
         yield _opened(path, "export", lambda: Manifest.read(path))
     elif is_file(path / "config.json") and any(child.suffix == ".safetensors" for child in children(path)):
-        yield Target(path, "export", None)
+        yield VerifyTarget(path, "export", None)
     else:
-        if is_file(path / RUN_FILE) or log_exists(path / LEDGER):
+        if is_file(path / RUN_FILE) or log_exists(path / LEDGER_FILE):
             yield _run(path)
         if is_file(path / PHASE_FILE) or log_exists(path / "metrics.jsonl"):
             yield _phase(path)
@@ -93,20 +89,20 @@ def targets(path: AnyPath) -> Iterator[Target]:
                 yield from targets(child)
 
 
-def _opened(path: AnyPath, kind: str, read: Callable[[], Manifest | None]) -> Target:
+def _opened(path: AnyPath, kind: str, read: Callable[[], Manifest]) -> VerifyTarget:
     """The target of a directory whose manifest `read` reads."""
     try:
-        return Target(path, kind, read())
+        return VerifyTarget(path, kind, read())
     except StoreError:
         raise  # it tells nothing of the files
     except UserError as error:
-        return Target(path, kind, None, str(error))
+        return VerifyTarget(path, kind, None, str(error))
 
 
-def _checkpoint(path: AnyPath) -> Target:
-    def read() -> Manifest | None:
+def _checkpoint(path: AnyPath) -> VerifyTarget:
+    def read() -> Manifest:
         manifest = read_manifest(path)
-        saved, expected = tokenizer_of(path), read_metadata(path).get("tokenizer")
+        saved, expected = tokenizer_directory(path), read_metadata(path).get("tokenizer")
         if saved and expected and (found := load_saved_tokenizer(saved).fingerprint) != expected:
             raise ConfigError(f"its tokenizer '{saved}' is {found}; it was trained with {expected}")
         return manifest
@@ -114,27 +110,27 @@ def _checkpoint(path: AnyPath) -> Target:
     return _opened(path, "checkpoint", read)
 
 
-def _run(path: AnyPath) -> Target:
+def _run(path: AnyPath) -> VerifyTarget:
     """run.json and the ledger of a run."""
     damage = _sealed_damage(path / RUN_FILE)
-    if not damage and log_exists(path / LEDGER):
+    if not damage and log_exists(path / LEDGER_FILE):
         try:
-            records = list(read_records(path / LEDGER, partial=True))
+            records = list(read_records(path / LEDGER_FILE, partial=True))
             if len(whole_records(records)) < len(records):
-                damage = f"{path / LEDGER} has records without their numbers"
+                damage = f"{path / LEDGER_FILE} has records without their numbers"
         except DataError as error:
             damage = str(error)
-    lines = f"; as JSON lines: {LEDGER}" if log_exists(path / LEDGER) else ""
-    return Target(path, "run", None, damage, f"{RUN_FILE}{lines}")
+    lines = f"; as JSON lines: {LEDGER_FILE}" if log_exists(path / LEDGER_FILE) else ""
+    return VerifyTarget(path, "run", None, damage, f"{RUN_FILE}{lines}")
 
 
-def _phase(path: AnyPath) -> Target:
+def _phase(path: AnyPath) -> VerifyTarget:
     """phase.json and the logs of a phase."""
     kept = path / DIRECTORY
     step = next((step for step in reversed(steps_in(kept)) if not quick_damage(kept / str(step))), 0)
     expected = None
     if step:
-        with contextlib.suppress(CheckpointError):  # which has a verdict of its own
+        with contextlib.suppress(CheckpointError):  # which is reported by itself
             expected = stored_metadata(kept / str(step)).get("log")
     others = [name for name in LOGS if name != "metrics" and log_exists(path / f"{name}.jsonl")]
     found = [_sealed_damage(path / PHASE_FILE), log_damage(path, "metrics", step, expected)]
@@ -142,7 +138,9 @@ def _phase(path: AnyPath) -> Target:
     lines = [f"{name}.jsonl" for name in others]
     read = f"{PHASE_FILE}, metrics.jsonl up to step {step}" if expected else PHASE_FILE
     lines += [] if expected else ["metrics.jsonl"]
-    return Target(path, "phase", None, next(filter(None, found), ""), f"{read}; as JSON lines: {', '.join(lines)}")
+    return VerifyTarget(
+        path, "phase", None, next(filter(None, found), ""), f"{read}; as JSON lines: {', '.join(lines)}"
+    )
 
 
 def _sealed_damage(path: AnyPath) -> str:
@@ -154,8 +152,8 @@ def _sealed_damage(path: AnyPath) -> str:
     return f"'{path}' does not have the content that was written" if seal_broken(content) else ""
 
 
-def _prepared(path: AnyPath) -> Target:
-    def read() -> Manifest | None:
+def _prepared(path: AnyPath) -> VerifyTarget:
+    def read() -> Manifest:
         metadata: Metadata = read_prepared(path)
         if (found := load_saved_tokenizer(path / "tokenizer").fingerprint) != metadata.tokenizer_fingerprint:
             raise ConfigError(f"its tokenizer is {found}; it was prepared with {metadata.tokenizer_fingerprint}")
@@ -164,37 +162,34 @@ def _prepared(path: AnyPath) -> Target:
     return _opened(path, "prepared data", read)
 
 
-def verify(target: Target, done: Callable[[int], None] = lambda size: None) -> Verdict:
+def verify(target: VerifyTarget, done: Callable[[int], None] = lambda size: None) -> Finding:
     """Reads all files of a target; `done` is called with the number of bytes of each block."""
-    verdict = _compared(target, done)
-    if verdict.state == DAMAGED and target.kind == "checkpoint":
+    finding = _compared(target, done)
+    if finding.state == DAMAGED and target.kind == "checkpoint":
         if not exists(target.path):
-            return Verdict(target, UNCOMMITTED, "deleted meanwhile")
+            return Finding(target, UNCOMMITTED, "deleted meanwhile")
         if is_remote(target.path) and not is_file(target.path / MANIFEST):
-            return Verdict(target, UNCOMMITTED, "no manifest: a save under way, a killed one, or a deletion")
-    return verdict
+            return Finding(target, UNCOMMITTED, "no manifest: a save under way, a killed one, or a deletion")
+    return finding
 
 
-def _compared(target: Target, done: Callable[[int], None]) -> Verdict:
+def _compared(target: VerifyTarget, done: Callable[[int], None]) -> Finding:
     if target.damage:
-        return Verdict(target, DAMAGED, target.damage)
+        return Finding(target, DAMAGED, target.damage)
     if target.read:
-        return Verdict(target, WHOLE, target.read)
+        return Finding(target, WHOLE, target.read)
     if target.manifest is None:
-        return Verdict(target, UNKNOWN, "written by an earlier version, or by another program")
+        return Finding(target, UNKNOWN, "written by another program")
     if damage := target.manifest.damage(target.path, done=done):
         more = f", and {len(damage) - 1} more" if len(damage) > 1 else ""
-        return Verdict(target, DAMAGED, f"{damage[0]}{more}")
+        return Finding(target, DAMAGED, f"{damage[0]}{more}")
     if target.kind == "checkpoint":
         try:
             if absent := absent_arrays(target.path, target.manifest):
-                return Verdict(target, DAMAGED, f"{absent[0]} is not found in its files, though they are unchanged")
-            NativeSource(target.path)
-        except EncodingError:
-            pass  # of a module that is not imported here
+                return Finding(target, DAMAGED, f"{absent[0]} is not found in its files, though they are unchanged")
         except CheckpointError as error:
-            return Verdict(target, DAMAGED, str(error))
-    return Verdict(target, WHOLE, f"{target.manifest.size / 1e9:.3g} GB in {len(target.manifest.files)} files")
+            return Finding(target, DAMAGED, str(error))
+    return Finding(target, WHOLE, f"{target.manifest.size / 1e9:.3g} GB in {len(target.manifest.files)} files")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -207,7 +202,7 @@ def parser() -> argparse.ArgumentParser:
 @works_on
 def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
-    found: list[Target] = []
+    found: list[VerifyTarget] = []
     for path in (storage.path("PATH", text) for text in args.paths):
         if not exists(path):
             raise ConfigError(f"There is no directory '{path}'.")
@@ -220,7 +215,7 @@ def main(argv: Sequence[str]) -> int:
         found += under
     size = sum(target.manifest.size for target in found if target.manifest)
     read = 0
-    verdicts = []
+    findings = []
     with Progress(console(stderr=True), "verifying", size) as progress:
 
         def done(more: int) -> None:
@@ -229,12 +224,12 @@ def main(argv: Sequence[str]) -> int:
             progress.update(read, f"{read / 1e9:.1f} of {size / 1e9:.1f} GB")
 
         for target in found:
-            verdicts.append(verify(target, done))
-    for verdict in verdicts:
-        print(f"{verdict.state:11}  {verdict.target.kind} {verdict.target.path}: {verdict.why}")
-    counts = {state: sum(v.state == state for v in verdicts) for state in (WHOLE, DAMAGED, UNKNOWN, UNCOMMITTED)}
+            findings.append(verify(target, done))
+    for finding in findings:
+        print(f"{finding.state:11}  {finding.target.kind} {finding.target.path}: {finding.why}")
+    counts = {state: sum(v.state == state for v in findings) for state in (WHOLE, DAMAGED, UNKNOWN, UNCOMMITTED)}
     print(", ".join(f"{count} {state.lower()}" for state, count in counts.items() if count))
-    return 0 if counts[WHOLE] and counts[WHOLE] + counts[UNCOMMITTED] == len(verdicts) else 1
+    return 0 if counts[WHOLE] and counts[WHOLE] + counts[UNCOMMITTED] == len(findings) else 1
 
 
 if __name__ == "__main__":

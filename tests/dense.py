@@ -9,8 +9,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from pe_lab.checkpoints import Checkpoint
-from pe_lab.checkpoints.checkpoint import metadata_of
+from pe_lab.checkpoints.checkpoint import Checkpoint
+from pe_lab.checkpoints.store import metadata_of
 from pe_lab.config import ModelConfig
 from pe_lab.language_model import LanguageModel
 from pe_lab.model import Model

@@ -175,7 +175,7 @@ def check(words: Sequence[str]) -> None:
     from pe_lab.evaluation.variants import parse_methods
     from pe_lab.lab.sweeps import make_sweep, parse_axis, parse_seeds
     from pe_lab.recipes import load_config, split_overrides
-    from pe_lab.training.run import plan_phases
+    from pe_lab.training.plan import plan_phases
 
     kind, arguments = program(words)
     if kind == "pe_lab" and arguments and not arguments[0].startswith("-"):
@@ -246,7 +246,7 @@ def run(statement: Statement) -> None:
     elif kind == "pe_lab.evaluation.lm_eval" or "--suite=lm_eval:droPE-six" in arguments:
         check(statement.words)  # its tasks are on the hub; tests/evaluation/test_harness.py runs it on local ones
     elif {"--on=slurm", "--on=ray"} & set(arguments):
-        check(statement.words)  # there is no cluster; tests/sweeps runs both on stand-ins
+        check(statement.words)  # there is no cluster; tests/lab/sweeps runs both on stand-ins
     else:
         arguments = quick(kind, arguments)
         line = (kind, *(one for one in arguments if not one.startswith("--out=")))

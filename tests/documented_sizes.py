@@ -49,7 +49,7 @@ SUITES = {
     "--suite=many_shot:needle,plain": "--suite=many_shot:plain",
 }
 QUICK = {
-    "pe_lab.train": {"--extend": "8"},
+    "pe_lab.train": {"--until": "8"},
     "pe_lab.evaluate": {"--tokens": "128", "--samples": "1", "--max-new-tokens": "4", "--depths": "0", "--stride": "8"},
     "pe_lab.analyze": {
         "--sequences": "2",

@@ -44,7 +44,7 @@ def test_results_and_samples_are_kept_and_replaced(bucket):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_a_analysis_writes_its_files(bucket, capsys):  # noqa: F811
+def test_an_analysis_writes_its_files(bucket, capsys):  # noqa: F811
     """The figures take 5 s."""
     out = f"{bucket.url}/frequencies"
     assert analyze.main(["frequencies", f"--out={out}", "--format=svg"]) == 0

@@ -13,7 +13,6 @@ from tiny_runs import tiny, write_recipe
 from pe_lab.config import (
     Config,
     MeshConfig,
-    ModelConfig,
     OptimizerConfig,
     SourceConfig,
     from_dict,
@@ -99,15 +98,6 @@ def test_a_value_of_another_kind_is_refused_where_it_stands(tmp_path, key, text,
         (tmp_path / "tiny.py").write_text(recipe_text)
     with pytest.raises(UserError, match=says):
         load_config(recipe, {key: text})
-
-
-@pytest.mark.parametrize(("before", "now"), [(True, "head"), (False, "none")])
-def test_a_qk_norm_of_yes_or_no_is_read_as_its_kind(tmp_path, before, now):
-    """As recipes and the metadata of checkpoints say it that were written before there were kinds."""
-    old, new = (tiny(tmp_path, model__qk_norm=str(value)) for value in (before, now))
-    assert old == new and old.model.qk_norm == now
-    assert config_hash(old) == config_hash(new) and identity(old)["model.qk_norm"] == now
-    assert from_dict(ModelConfig, to_json(old.model) | {"qk_norm": before}) == new.model
 
 
 def test_overrides_are_read_as_python_or_as_text(tmp_path):

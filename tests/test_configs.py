@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import functools
 import json
 import math
@@ -18,13 +17,13 @@ from pe_lab.errors import UserError
 from pe_lab.identity import config_hash
 from pe_lab.model import preset
 from pe_lab.parallel import AxisRules, check_batch
-from pe_lab.parallel.mesh import AXES
+from pe_lab.parallel.sharding import AXES
 from pe_lab.parallel.topology import CHIPS, parse_topology, placeholder_mesh
 from pe_lab.planning.plan import Plan, make_plan
-from pe_lab.recipes import load_config, recipe_arguments, split_overrides
-from pe_lab.training import compile_train_step, make_optimizer
-from pe_lab.training.memory import step_inputs
-from pe_lab.training.run import plan_phases
+from pe_lab.recipes import load_config, read_recipe, recipe_arguments, split_overrides
+from pe_lab.training.optimizer import make_optimizer
+from pe_lab.training.plan import plan_phases, step_shapes
+from pe_lab.training.step import compile_train_step
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -51,7 +50,7 @@ def _plan_commands() -> list[tuple[str, str]]:
 
 
 def _load(reference: str) -> Config:
-    return load_config(f"{CONFIGS}/{reference}", inherit=_with_shape)
+    return from_dict(Config, _with_shape(read_recipe(f"{CONFIGS}/{reference}")))
 
 
 def _with_shape(tree: dict) -> dict:
@@ -84,28 +83,14 @@ def test_references_include_documented_arguments():
     assert {path.name for path in CONFIGS.glob("*.py")} - laptop == {name for name, _ in _plan_commands()}
 
 
-def _earlier(value: object) -> object:
-    """A description as JSON with the kinds that earlier versions wrote: the names of the classes."""
-    if dataclasses.is_dataclass(value):
-        fields = {f.name: _earlier(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        return {"kind": type(value).__name__, **{k: v for k, v in fields.items() if k != "sigma"}}
-    return [_earlier(item) for item in value] if isinstance(value, list | tuple) else value
-
-
 @pytest.mark.parametrize("path", [path.name for path in sorted(CONFIGS.glob("*.py"))])
 def test_a_recipe_read_from_its_json_is_the_same_experiment(path):
-    """Also from the JSON of earlier versions, whose runs must go on."""
     for reference in [r for r in _references() if r.partition(":")[0] == path]:
         config = _load(reference)
-        plain = json.loads(json.dumps(to_json(config)))
-        earlier = {**plain, "phases": [dict(phase) for phase in plain["phases"]]}
-        for phase, written in zip(config.phases, earlier["phases"], strict=True):
-            written["positional"] = _earlier(phase.positional)
+        read = from_dict(Config, json.loads(json.dumps(to_json(config))))
         wanted = [(plan.config, plan.layers, plan.qk_norm) for plan in plan_phases(config)]
-        for tree in (plain, json.loads(json.dumps(earlier))):
-            read = from_dict(Config, tree)
-            assert config_hash(read) == config_hash(config)
-            assert [(plan.config, plan.layers, plan.qk_norm) for plan in plan_phases(read)] == wanted
+        assert config_hash(read) == config_hash(config)
+        assert [(plan.config, plan.layers, plan.qk_norm) for plan in plan_phases(read)] == wanted
 
 
 @pytest.mark.parametrize("reference", _references())
@@ -158,7 +143,7 @@ def test_recipe_traces_on_its_mesh(reference):
             continue
         _traced.add(program)
         optimizer = make_optimizer(phase.config.optimizer, phase.config.steps, model.axes)
-        inputs = step_inputs(model, optimizer, phase.config, phase.schedule, config.data.segments)
+        inputs = *step_shapes(model, optimizer, phase.config, config.data.segments), phase.schedule
         step = compile_train_step(model, optimizer, mesh, AxisRules(), phase.config.accumulate)
         state, metrics = jax.eval_shape(step, *inputs)
         assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(
@@ -200,7 +185,7 @@ def test_planned_commands_fit_by_estimate(path, line):
     rest, overrides = split_overrides(line.split())
     options = dict(option.removeprefix("--").split("=", 1) for option in rest)
     assert options["config"].startswith(f"configs/{path}")
-    config = load_config(str(CONFIGS.parent / options["config"]), overrides, _with_shape)
+    config = from_dict(Config, _with_shape(read_recipe(str(CONFIGS.parent / options["config"]), overrides)))
     plan = make_plan(config, parse_topology(options["topology"]))
     for phase in plan.phases:
         assert phase.memory.total < 0.75 * plan.topology.chip.memory  # a compiler takes more than an estimate says

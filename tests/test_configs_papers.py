@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from pe_lab.checkpoints import open_checkpoint
+from pe_lab.checkpoints.checkpoint import open_checkpoint
 from pe_lab.config import Config, PhaseConfig
 from pe_lab.errors import UserError
 from pe_lab.model import Model
 from pe_lab.positional import Layer, NoPE, Rope, layers
 from pe_lab.recipes import load_config
 from pe_lab.train import main as train
-from pe_lab.training import learning_rate
-from pe_lab.training.run import plan_phases
+from pe_lab.training.optimizer import learning_rate
+from pe_lab.training.plan import plan_phases
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 METHODS = ("rope", "nope", "alibi", "rnope_swa", "swan", "ssmax", "p_rope", "partial_rope", "drope")

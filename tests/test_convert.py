@@ -17,8 +17,9 @@ from transformers_environments import tokenize
 
 import pe_lab
 from pe_lab import convert, surgery
-from pe_lab.checkpoints import open_checkpoint, parity
-from pe_lab.checkpoints.hf_export import plan_export, write_huggingface
+from pe_lab.checkpoints import parity
+from pe_lab.checkpoints.checkpoint import open_checkpoint
+from pe_lab.checkpoints.huggingface import plan_export, write_huggingface
 from pe_lab.config import ModelConfig
 from pe_lab.convert import main
 from pe_lab.data.tokenizers import ByteTokenizer, check_vocabulary, export_tokenizer
@@ -75,7 +76,7 @@ def test_dropped_by_surgery_and_exported(tmp_path, capsys):
 def test_another_type_and_another_family(tmp_path):
     assert main([f"--from={LLAMA}", f"--to=hf:{tmp_path / 'out'}", "--parity=off", "--dtype=bfloat16"]) == 0
     assert {kind for kind, _, _ in read_tensors(tmp_path / "out").values()} == {"BF16"}
-    options = ["--family=smollm3", "--gate=off"]  # the former name of --parity
+    options = ["--family=smollm3", "--parity=off"]
     assert main([f"--from=hf:{tmp_path / 'out'}", f"--to=hf:{tmp_path / 'again'}", *options]) == 0
     assert json.loads((tmp_path / "again/config.json").read_text())["model_type"] == "smollm3"
     tokens, expected = golden("llama")  # whose weights bfloat16 holds
@@ -254,8 +255,8 @@ def test_the_parity_check_covers_positions_beyond_the_training_length(fake, tmp_
 def test_the_parity_check_ends_where_rounding_would_hide_a_wrong_scaling(capsys):
     far = parity.compared_positions(2**20)[1]
     assert far[-1] == parity.LAST_POSITION == 131_072 and (np.diff(far) > 0).all()
-    assert not parity.Verdict(difference=0.02, largest=1.0, agreement=1.0, last=int(far[-1])).passed
-    verdicts = [parity.Verdict(0.0, 1.0, 1.0, last) for last in (63, 131_072)]
+    assert not parity.Parity(difference=0.02, largest=1.0, agreement=1.0, last=int(far[-1])).passed
+    verdicts = [parity.Parity(0.0, 1.0, 1.0, last) for last in (63, 131_072)]
     for judged, shown in ((verdicts, True), (verdicts[:1], False)):
         options = argparse.Namespace(parity="require")
         convert._check_parity(options, "python", Model(ModelConfig(vocab_size=8)), lambda python, judged=judged: judged)
@@ -282,7 +283,7 @@ def test_the_parity_check_may_be_left_out(fake, tmp_path, capsys, monkeypatch):
     assert main([f"--from={LLAMA}", f"--to={tmp_path / 'off'}", "--parity=off", fake(1.0)]) == 0
     assert "Logits not compared: --parity=off." in capsys.readouterr().out
     asked = []
-    monkeypatch.setattr(convert, "fits_twice", lambda size: asked.append(size))
+    monkeypatch.setattr(parity, "fits_twice", lambda size: asked.append(size))
     assert main([f"--from={LLAMA}", f"--to={tmp_path / 'large'}", "--parity=auto", fake(1.0)]) == 0
     assert "Logits not compared: memory cannot hold the model twice" in capsys.readouterr().out
     assert asked == [4 * Model(open_checkpoint(tmp_path / "large").model).num_parameters]  # bytes in float32

@@ -14,8 +14,8 @@ from pe_lab.data.mixture import open_mixture
 from pe_lab.data.pipeline import build_pipeline
 from pe_lab.data.tokenizers import load_tokenizer, train_sentencepiece
 from pe_lab.data.tokenizers.companions import Companions
-from pe_lab.data.tokenizers.difficult_strings import DIFFICULT
 from pe_lab.data.tokenizers.sentencepiece import SentencePieceTokenizer
+from pe_lab.data.tokenizers.tokenizer import DIFFICULT
 from pe_lab.errors import DataError, UserError
 from pe_lab.evaluation.tasks import perplexity
 from pe_lab.prepare import main

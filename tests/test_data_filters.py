@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from corpora import corpus, documents_of, run, sentences
 
-from pe_lab.data.duplicates import bands, shingles, signatures
-from pe_lab.data.filters import Filters, _languages
+from pe_lab.data.filters import Filters, _languages, bands, shingles, signatures
 from pe_lab.data.preparation import building_directory
 from pe_lab.data.shards import open_prepared
 from pe_lab.data.sources import source as sources

@@ -41,7 +41,7 @@ def windows_of(pipeline):
     return {row["name"]: row["windows"] for row in pipeline.describe(1)}
 
 
-class Session:
+class Readers:
     """What some processes read together until they are killed, in the order of the sequences."""
 
     def __init__(self, config, state, count, **settings):
@@ -85,12 +85,12 @@ SCHEDULE = {"a": [[0, 1], [7, 0], [15, 0.5]], "b": [[0, 0.5], [11, 2]]}
 @pytest.mark.parametrize("packing", [pytest.param("concatenate", marks=pytest.mark.slow), "best_fit"])
 def test_over_kills_and_other_numbers_of_processes_every_window_is_read_once(config, packing):
     config = replace(config, packing=packing, segments=packing == "best_fit")
-    alone = Session(config, None, 1, weights=SCHEDULE)
+    alone = Readers(config, None, 1, weights=SCHEDULE)
     sizes = windows_of(alone.pipelines[0])
     expected, _ = alone.read(24)
     read, state = [], None
     for count, batches, lost in ((1, 6, 2), (3, 7, 1), (2, 11, 3)):
-        session = Session(config, state, count, weights=SCHEDULE)
+        session = Readers(config, state, count, weights=SCHEDULE)
         part, state = session.read(batches)
         read += part
         session.read(lost)  # after the checkpoint, before the kill
@@ -110,7 +110,7 @@ def test_each_source_goes_on_with_other_weights_and_batch_sizes(config):
         ({"batch_size": 20, "weights": {"a": [[0, 5], [26, 1]]}}, 1, 12),
         ({"batch_size": 20, "weights": {"a": [[0, 5], [26, 1]]}}, 2, 12),
     ):
-        session = Session(config, state, count, **settings)
+        session = Readers(config, state, count, **settings)
         sizes = windows_of(session.pipelines[0])
         part, state = session.read(batches)
         assert len(part) == batches * settings.get("batch_size", 12)
@@ -124,27 +124,6 @@ def test_each_source_goes_on_with_other_weights_and_batch_sizes(config):
     assert needles == list(range(len(needles)))
     counted = {source["name"]: source["sequences"] for source in state["sources"]}
     assert counted == Counter(source for source, _ in read)
-
-
-def test_a_state_of_an_earlier_version_goes_on_at_its_batch(config):
-    pipeline = build(config)
-    list(itertools.islice(pipeline, 6))
-    pipeline.leave_out([7])
-    next(pipeline), next(pipeline)
-    state = pipeline.get_state()
-    earlier = {key: state[key] for key in ("batches", "left_out", "data")}
-    del earlier["data"]["packing"]
-    again, other = build(config), build(config, batch_size=18)
-    for one in (again, other):
-        one.set_state(earlier)
-        assert one.get_state()["sequences"] == state["sequences"] == 9 * 12
-        for mine, its in zip(one.get_state()["sources"], state["sources"], strict=True):
-            assert mine == its | {"expected_tokens": pytest.approx(its["expected_tokens"])}
-    rest = [next(pipeline)["tokens"] for _ in range(3)]
-    np.testing.assert_array_equal(np.concatenate([next(again)["tokens"] for _ in range(3)]), np.concatenate(rest))
-    np.testing.assert_array_equal(np.concatenate([next(other)["tokens"] for _ in range(2)]), np.concatenate(rest))
-    for one in (pipeline, again, other):
-        one.close()
 
 
 def test_batches_to_be_left_out_are_left_out_with_another_batch_size(config):

@@ -106,8 +106,7 @@ def test_the_global_batch_does_not_depend_on_the_processes(config, count):
         pipeline.close()
 
 
-@pytest.mark.slow
-def test_worker_processes_give_the_same_batches(config):
+def test_more_threads_give_the_same_batches(config):
     alone, workers = build(config), build(replace(config, workers=2))
     take(alone, 3)
     workers.set_state(alone.get_state())

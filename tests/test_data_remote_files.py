@@ -12,14 +12,13 @@ from object_stores import bucket, store_servers  # noqa: F401
 
 from pe_lab import prepare, storage
 from pe_lab.config import Config, DataConfig, SourceConfig, to_json
-from pe_lab.data import mixture, preparation
+from pe_lab.data import mixture
 from pe_lab.data.sources import InputShard, files, open_source
 from pe_lab.data.sources.records import Records
 from pe_lab.data.tokenizers import load_tokenizer
 from pe_lab.errors import UserError, redacted
-from pe_lab.identity import config_hash
+from pe_lab.identity import config_hash, write_run
 from pe_lab.storage import InputFile, inputs
-from pe_lab.training.workdir import write_run
 
 TEXTS = [f"document {i} é" for i in range(200)]
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
@@ -216,13 +215,13 @@ def test_the_digest_of_an_address_is_of_what_it_names():
 
 def test_files_that_a_key_tells_apart_are_prepared_each(tmp_path, monkeypatch):
     tokenizer, places = load_tokenizer("bytes"), []
-    monkeypatch.setattr(preparation, "open_source", lambda config: files_at(config.source.removeprefix("jsonl:")))
-    monkeypatch.setattr(preparation, "_cached", lambda directory, *_: places.append(directory) or directory)
-    monkeypatch.setattr(preparation, "load_saved_tokenizer", lambda directory: tokenizer)
+    monkeypatch.setattr(mixture, "open_source", lambda config: files_at(config.source.removeprefix("jsonl:")))
+    monkeypatch.setattr(mixture, "_cached", lambda directory, *_: places.append(directory) or directory)
+    monkeypatch.setattr(mixture, "load_saved_tokenizer", lambda directory: tokenizer)
     for query in ("key=a.jsonl", "key=b.jsonl", "key=a", "key=b", "key=b&sig=1", "key=b&sig=2"):
         config = SourceConfig(f"jsonl:https://h/f?{query}")
-        preparation.ensure_prepared(config, tokenizer, "bytes", tmp_path, 0.1)
-        preparation.ensure_tokenizer("sentencepiece:train:300", [config], tmp_path)
+        mixture.ensure_prepared(config, tokenizer, "bytes", tmp_path, 0.1)
+        mixture.ensure_tokenizer("sentencepiece:train:300", [config], tmp_path)
     for kind in (places[::2], places[1::2]):
         assert len(set(kind)) == 5 and kind[4] == kind[5]  # another signature is no other file
 

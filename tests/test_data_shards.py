@@ -3,22 +3,21 @@
 import json
 import platform
 import shutil
-import tarfile
 import time
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from pe_lab.config import SourceConfig
-from pe_lab.data import filters, preparation, record_stream, shard_preparation, shards, token_stream
+from pe_lab.data import filters, mixture, preparation, shard_preparation, shards
 from pe_lab.data.executors import in_this_process
 from pe_lab.data.filters import Filters
-from pe_lab.data.preparation import ensure_prepared, ensure_tokenizer, prepare
-from pe_lab.data.record_stream import RecordStream
+from pe_lab.data.mixture import ensure_prepared, ensure_tokenizer
+from pe_lab.data.preparation import prepare
 from pe_lab.data.shards import METADATA_FILE, TokenStream, open_prepared, read_metadata, write_shard
 from pe_lab.data.tokenizers import ByteTokenizer, load_tokenizer
-from pe_lab.data.windows import TokenWindows, documents_of, make_batch
+from pe_lab.data.windows import TokenWindows, WindowArrays, documents_of, make_batch
 from pe_lab.errors import UserError
 from pe_lab.storage.manifest import sealed
 
@@ -47,16 +46,7 @@ def decoded(opened, split):
 def small_shards(monkeypatch):
     """Shards of at least 1,000 tokens, in blocks of 64."""
     monkeypatch.setattr(shard_preparation, "SHARD_TOKENS", 1000)
-    for module in (shards, token_stream):
-        monkeypatch.setattr(module, "BLOCK_TOKENS", 64)
-
-
-@pytest.fixture
-def format_2(tmp_path):
-    """Prepared data of an earlier version, of DOCUMENTS, see tests/data/make_prepared_format_2.py."""
-    with tarfile.open(Path(__file__).parent / "data" / "prepared_format_2.tar.gz") as archive:
-        archive.extractall(tmp_path, filter="data")
-    return tmp_path / "prepared"
+    monkeypatch.setattr(shards, "BLOCK_TOKENS", 64)
 
 
 def test_every_document_is_in_one_split(tmp_path, small_shards):
@@ -102,26 +92,12 @@ def test_tokens_that_are_no_targets(tmp_path, small_shards):
     ]
     loss[2] = np.ones(1, bool)  # of the shard without the tensor
 
-    class Described:
-        dtype, chat, shards = "uint16", "messages", {"train": tuple(written)}
-
-    stream, whole = TokenStream(tmp_path, Described, "train"), np.concatenate(loss)
+    described = read_metadata(prepared(tmp_path))
+    described = replace(described, chat="messages", shards={"train": tuple(written), "validation": ()})
+    stream, whole = TokenStream(tmp_path, described, "train"), np.concatenate(loss)
     starts = rng.integers(0, stream.tokens - 150, 40)
     assert stream.has_loss
     np.testing.assert_array_equal(stream.loss(starts, 150), np.stack([whole[s : s + 150] for s in starts]))
-
-
-@pytest.mark.parametrize("in_memory", [2**20, 0])
-def test_data_of_an_earlier_version_are_read(format_2, monkeypatch, in_memory):
-    monkeypatch.setattr(record_stream, "IN_MEMORY_BYTES", in_memory)
-    opened = open_prepared(format_2)
-    stream = opened.streams["train"]
-    assert isinstance(stream, RecordStream) and stream.in_memory == bool(in_memory)
-    assert sorted(decoded(opened, "train") + decoded(opened, "validation")) == sorted(DOCUMENTS)
-    tokens = stream.read(0, stream.tokens)
-    starts = np.random.default_rng(0).integers(0, stream.tokens - 300, 50)
-    np.testing.assert_array_equal(stream.gather(starts, 300), np.stack([tokens[s : s + 300] for s in starts]))
-    np.testing.assert_array_equal(stream.ends, np.flatnonzero(tokens == 256) + 1)
 
 
 def test_windows_cover_the_stream_and_targets_are_the_next_tokens(tmp_path):
@@ -130,7 +106,7 @@ def test_windows_cover_the_stream_and_targets_are_the_next_tokens(tmp_path):
     windows = TokenWindows(stream, 17)
     assert len(windows) == (len(tokens) - 1) // 17
     rows, weights = windows.read(np.arange(len(windows)))
-    batch = make_batch(rows, weights, segments=False, eos_id=256)
+    batch = make_batch(WindowArrays(rows, weights), segments=False, eos_id=256)
     used = len(windows) * 17
     np.testing.assert_array_equal(batch["tokens"].ravel(), tokens[:used])
     np.testing.assert_array_equal(batch["targets"].ravel(), tokens[1 : used + 1])
@@ -146,7 +122,7 @@ def test_windows_cover_the_stream_and_targets_are_the_next_tokens(tmp_path):
 def test_segments_end_with_their_document():
     eos = 9
     window = np.array([[1, 2, eos, 3, eos, eos, 4, 5, 6], [eos, 1, 2, 3, 4, 5, 6, 7, eos]], np.int32)
-    batch = make_batch(window, np.ones((2, 8), np.float32), segments=True, eos_id=eos)
+    batch = make_batch(WindowArrays(window, np.ones((2, 8), np.float32)), segments=True, eos_id=eos)
     np.testing.assert_array_equal(batch["segments"], [[1, 1, 1, 2, 2, 3, 4, 4], [1, 2, 2, 2, 2, 2, 2, 2]])
     np.testing.assert_array_equal(batch["positions"], [[0, 1, 2, 0, 1, 0, 0, 1], [0, 0, 1, 2, 3, 4, 5, 6]])
     np.testing.assert_array_equal(batch["weights"], [[1, 1, 0, 1, 0, 0, 1, 1], [0, 1, 1, 1, 1, 1, 1, 1]])
@@ -182,13 +158,6 @@ def test_the_split_depends_on_the_document_alone(tmp_path):
     shutil.rmtree(tmp_path / "out")
     others = decoded(open_prepared(prepared(tmp_path, ["another", *DOCUMENTS[::-1]], 0.2)), "validation")
     assert set(others) - {"another"} == held_out
-
-
-def test_the_tokens_are_those_that_an_earlier_version_wrote(tmp_path, format_2):
-    opened, earlier = open_prepared(prepared(tmp_path)), open_prepared(format_2)
-    for split in ("train", "validation"):
-        np.testing.assert_array_equal(opened.tokens(split, 0, 10**6), earlier.tokens(split, 0, 10**6))
-    assert opened.metadata.fingerprint == earlier.metadata.fingerprint
 
 
 def test_a_long_document_is_encoded_in_pieces_without_loss(tmp_path, monkeypatch):
@@ -269,25 +238,6 @@ def test_a_shard_of_other_data_is_never_read(tmp_path):
         open_prepared(out).streams["train"].read(0, 100)
 
 
-@pytest.mark.parametrize("in_memory", [2**20, 0])
-def test_damaged_records_of_an_earlier_version(format_2, monkeypatch, in_memory):
-    monkeypatch.setattr(record_stream, "IN_MEMORY_BYTES", in_memory)
-    path = format_2 / "train-00000.array_record"
-    content, middle = path.read_bytes(), 300
-    for damaged in (path, path.with_suffix(".crc32c")):
-        whole = damaged.read_bytes()
-        at = middle if damaged == path else 0
-        damaged.write_bytes(whole[:at] + bytes([whole[at] ^ 255]) * 4 + whole[at + 4 :])
-        with pytest.raises(UserError, match=f"{path.name} is damaged"):
-            open_prepared(format_2).streams["train"].read(0, 10**6)
-        damaged.write_bytes(whole)
-    # A file of other data, of the same size: ArrayRecord itself has nothing against it.
-    shutil.copyfile(format_2 / "train-00001.array_record", path)
-    path.write_bytes(path.read_bytes().ljust(len(content), b"\0")[: len(content)])
-    with pytest.raises(UserError, match=f"{path.name} is damaged"):
-        open_prepared(format_2).streams["train"].read(0, 100)
-
-
 def test_a_changed_digit_of_the_metadata_is_found(tmp_path):
     path = prepared(tmp_path) / METADATA_FILE
     path.write_text(path.read_text().replace('"eos_id": 256', '"eos_id": 255'))
@@ -298,7 +248,7 @@ def test_a_changed_digit_of_the_metadata_is_found(tmp_path):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda m: {**m, "format": 99}, "format 99"),
+        (lambda m: {**m, "format": 2}, "format 2, this version reads 3"),
         (lambda m: {k: v for k, v in m.items() if k != "shards"}, "shards"),
         (lambda m: {**m, "surprise": 1}, "surprise"),
         (lambda m: [m], "holds no JSON object"),
@@ -396,7 +346,7 @@ def test_other_processes_wait_for_process_0(tmp_path, monkeypatch):
     made = ensure_prepared(config, ByteTokenizer(), "bytes", cache, 0.1)
     waiting.join(timeout=300)
     assert found == [made]
-    monkeypatch.setattr(preparation, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(mixture, "PATIENCE_SECONDS", 0.1)
     with pytest.raises(UserError, match="process 0"):
         ensure_prepared(config, ByteTokenizer(), "bytes", tmp_path / "elsewhere", 0.1, process_index=1)
     with pytest.raises(UserError, match="process 0"):

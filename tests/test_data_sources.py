@@ -401,7 +401,7 @@ def test_settings_that_do_not_fit_the_kind(tmp_path):
 
 
 def test_new_fields_leave_older_runs_as_they_were(tmp_path):
-    """An earlier version's config has neither field, and a run's hash and the cache's key depend on the JSON."""
+    """A run's hash and the cache's key depend on the JSON, which has what is set."""
     source = to_json(SourceConfig("jsonl:x"))
     assert not {"template", "chat"} & set(source)
     with_template = {"sources": [{**source, "template": "{a}"}]}

@@ -26,8 +26,8 @@ from pe_lab.data.tokenizers import (
     train_sentencepiece,
     training_size,
 )
-from pe_lab.data.tokenizers.companions import AddedToken, render_chat, split_at_tokens
-from pe_lab.data.tokenizers.difficult_strings import DIFFICULT
+from pe_lab.data.tokenizers.companions import AddedToken, render_marked, split_at_tokens
+from pe_lab.data.tokenizers.tokenizer import DIFFICULT
 from pe_lab.errors import DataError, UserError
 
 TEXT = "def f(x):\n\treturn  x  # naïve ☃\n\n    äöü 12345\n  "
@@ -430,7 +430,7 @@ def test_a_chat_as_transformers_renders_it(tmp_path):
 )
 def test_a_template_that_fails_or_leaves_the_sandbox_is_refused(template):
     with pytest.raises(UserError, match="The chat template of x"):
-        render_chat(template, MESSAGES, {}, "x")
+        render_marked(template, MESSAGES, {}, "x")
 
 
 @pytest.mark.parametrize(
@@ -455,8 +455,9 @@ def test_a_template_that_fails_or_leaves_the_sandbox_is_refused(template):
 )
 def test_a_template_is_bounded_in_time_and_memory(template, why):
     with pytest.raises(DataError, match=f"The chat template of x does not accept these messages: .*{why}"):
-        render_chat(template, MESSAGES, {}, "x")
-    assert render_chat("{{ messages[0].role }}", MESSAGES, {}, "x") == MESSAGES[0]["role"]  # the next one is rendered
+        render_marked(template, MESSAGES, {}, "x")
+    # The next one is rendered.
+    assert render_marked("{{ messages[0].role }}", MESSAGES, {}, "x")[0] == MESSAGES[0]["role"]
 
 
 @pytest.mark.slow
@@ -467,7 +468,7 @@ def test_a_template_is_bounded_where_the_signal_is_ignored_by_the_parent():
     before = signal.signal(signal.SIGPROF, signal.SIG_IGN)
     try:
         with pytest.raises(DataError, match="it does not end within 5 seconds"):
-            render_chat(
+            render_marked(
                 "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", MESSAGES, {}, "x"
             )
     finally:
@@ -487,7 +488,7 @@ def test_lists_of_templates_without_a_default_are_refused(tmp_path, value):
 def test_without_jinja2_the_message_names_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(UserError, match=r"pip install 'pe-lab\[chat\]'"):
-        render_chat("x", MESSAGES, {}, "x")
+        render_marked("x", MESSAGES, {}, "x")
 
 
 def test_a_tokenizer_with_another_vocabulary(tokenizer):

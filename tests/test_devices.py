@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tiny_runs import compilations_kept, losses, tiny, train  # noqa: F401
 
-from pe_lab.checkpoints import open_checkpoint
+from pe_lab.checkpoints.checkpoint import open_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compilations_kept")]
 STEPS = 20

@@ -1,15 +1,27 @@
 """One run on changing numbers of processes and devices, with everything a batch can be made of."""
 
 import shutil
+import subprocess
+import time
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from tiny_runs import compilations_kept, finish, losses, start_together, tiny, train, write_recipe  # noqa: F401
+from tiny_runs import (  # noqa: F401
+    compilations_kept,
+    finish,
+    losses,
+    opened,
+    records,
+    start_together,
+    tiny,
+    train,
+    write_recipe,
+)
 
 from pe_lab.checkpoints.locating import steps_in
-from pe_lab.training import loop, open_run
+from pe_lab.training import loop
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compilations_kept")]
 STEPS = 18
@@ -102,11 +114,85 @@ def test_eight_then_four_then_one_device(tmp_path, material, alone, monkeypatch)
     np.testing.assert_allclose(losses(tmp_path / "run/pretrain"), losses(alone / "pretrain"), rtol=1e-5)
 
     settings = config(tmp_path / "recipe", material)
-    run = open_run(settings, tmp_path / "other", devices=jax.devices()[:1])
-    pipeline = loop.open_pipeline(settings, run.phases[0], run.mesh)
+    run = opened(settings, tmp_path / "other")
+    pipeline = loop.open_pipeline(run.plan, run.phases[0])
     assert len(read) == STEPS
     for mine in read:
         expected = next(pipeline)
         assert mine.keys() == expected.keys() == {"tokens", "targets", "weights", "segments", "positions"}
         assert all(np.array_equal(mine[name], expected[name]) for name in expected)
     pipeline.close()
+
+
+GRAIN = """
+import grain
+import numpy as np
+
+
+def dataset(split, seed, length):
+    if split == "validation":
+        return None
+    return grain.MapDataset.range(360).shuffle(seed).map(lambda i: {"tokens": np.full(length + 1, i)})
+"""
+NOTED = """
+import os
+import sys
+import time
+
+from pe_lab.train import main
+from pe_lab.training import loop
+
+place_batch, name = loop.place_batch, f"read-{os.environ['SESSION']}-{os.environ.get('PROCESS_INDEX', 0)}.txt"
+
+
+def noted(batch, sharding):
+    with open(name, "a") as file:
+        file.write(" ".join(str(row[0]) for row in batch["tokens"]) + "\\n")
+    time.sleep(0.1)  # for the test to kill it between two checkpoints
+    return place_batch(batch, sharding)
+
+
+if __name__ == "__main__":
+    loop.place_batch = noted
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+def reached(run: Path, step: int, processes: list[subprocess.Popen]) -> None:
+    """Waits until a checkpoint of a step, or a later one, is there."""
+    while max([0, *steps_in(run / "pretrain/checkpoints")]) < step:
+        assert all(process.poll() is None for process in processes), finish(processes)
+        time.sleep(0.02)
+
+
+def test_a_grain_dataset_of_ones_own_is_read_once_over_three_kills(tmp_path):
+    """Two processes, killed; then one, three and two go on. Each of 360 elements is in one trained step of 30: 60 s."""
+    (tmp_path / "my_data.py").write_text(GRAIN)
+    (tmp_path / "noted.py").write_text(NOTED)
+    recipe, run = write_recipe(tmp_path / "recipe"), tmp_path / "run"
+    phases = (
+        "[{'name': 'pretrain', 'steps': 30, 'sequence_length': 16, 'batch_size': 12, "
+        "'optimizer': {'learning_rate': 0.003, 'warmup_steps': 4}}]"
+    )
+    settings = {"data.sources": "[]", "data.grain": "my_data.py:dataset", "data.tokenizer": "none"}
+    settings |= {"model.vocab_size": "360", "phases": phases, "checkpoint.every_steps": "3"}
+    argv = ["noted", f"--config={recipe}", "--workdir=run"]
+    argv += [f"--config.{key}={value}" for key, value in settings.items()]
+    trained: dict[int, list[int]] = {}  # the elements of each step, by the session that trained it last
+    for session, (count, kill) in enumerate(((2, 6), (1, 12), (3, 21), (2, None))):
+        first = max([0, *steps_in(run / "pretrain/checkpoints")])
+        processes = start_together(argv, [tmp_path] * count, SESSION=str(session))
+        if kill is None:
+            finish(processes)
+        else:
+            reached(run, kill, processes)
+            for process in processes:
+                process.kill()
+            finish(processes, status=-9)
+        parts = [(tmp_path / f"read-{session}-{i}.txt").read_text().splitlines() for i in range(count)]
+        for step, lines in enumerate(zip(*parts, strict=False), first + 1):  # a killed process may be a step behind
+            trained[step] = [int(number) for line in lines for number in line.split()]
+    assert sorted(trained) == list(range(1, 31)) and all(len(numbers) == 12 for numbers in trained.values())
+    assert sorted(number for numbers in trained.values() for number in numbers) == list(range(360))
+    log = [record for record in records(run / "pretrain/metrics.jsonl") if "tokens" in record]
+    assert log[-1]["read_tokens/grain:my_data.py:dataset"] == log[-1]["tokens"] == 360 * 16

@@ -11,7 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent / "evaluation"))
 import tiny  # noqa: E402
 
-from pe_lab.checkpoints import open_checkpoint  # noqa: E402
+from pe_lab.checkpoints.checkpoint import open_checkpoint  # noqa: E402
 from pe_lab.checkpoints.surgery import write_child  # noqa: E402
 from pe_lab.config import DataConfig, from_dict  # noqa: E402
 from pe_lab.data.tokenizers import load_tokenizer, save_tokenizer  # noqa: E402

@@ -1,7 +1,7 @@
 """Real processes that evaluate, analyze and generate as one, over loopback: the files are those of one process.
 
-About 120 seconds of one worker. `seconds` of sample and result records, and seconds, memory and machine of an analysis, are
-of the clock and of the machine; everything else is compared byte for byte.
+About 120 seconds of one worker. `seconds` of sample and result records, and seconds, memory and machine of an analysis,
+are of the clock and of the machine; everything else is compared byte for byte.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from pe_lab import language_model
 from pe_lab.config import MeshConfig
 from pe_lab.errors import UserError
 from pe_lab.generate import main
-from pe_lab.model import Model, Statistics
+from pe_lab.model import GenerationStatistics, Model
 from pe_lab.parallel import AxisRules, make_mesh
 from pe_lab.positional import PI, Beta, DynamicNTK, Rope, rescale
 from pe_lab.training.step import parameter_shardings
@@ -65,7 +65,7 @@ def test_an_encoding_that_follows_the_length_is_that_of_logits(lm):
     prompts = [lm.encode("needle"), lm.encode("needles")]
     found = dynamic.generate(prompts, max_new_tokens=4, eos_ids=())
     assert [row.tolist() for row in found] == [greedy(dynamic, prompt, 4) for prompt in prompts]
-    statistics = Statistics()
+    statistics = GenerationStatistics()
     dynamic.generate(prompts[0], max_new_tokens=6, eos_ids=(), refresh=0, statistics=statistics)
     assert statistics.refreshes == 0 and statistics.prompt_tokens == 6 and statistics.new_tokens == 6
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,11 +28,15 @@ LEVELS: list[set[str]] = [
     {"errors"},
     {"config_codec", "output"},
     {"config", "storage", "terminal"},
-    {"positional", "parallel", "recipes", "identity"},
+    {"positional", "parallel"},
     {"attention"},
     {"model"},
-    {"data", "checkpoints", "training", "results"},
-    {"inspection", "language_model", "__init__"},  # pe_lab/__init__.py only re-exports what language_model offers
+    {"data", "checkpoints"},
+    {"language_model", "identity"},
+    {"recipes"},  # a recipe takes what it does not set from a checkpoint, and from the run that it continues
+    {"training"},
+    {"__init__"},  # what language_model and training offer
+    {"results"},
     {"evaluation"},
     {"analysis"},
     {"page", "planning"},  # planning compiles the programs of training and of evaluation
@@ -40,10 +46,7 @@ LEVELS: list[set[str]] = [
 ]
 LEVEL = {package: level for level, packages in enumerate(LEVELS) for package in packages}
 
-# The training loop saves and restores, and reads batches; neither checkpoints nor data may know of it.
-SAME_LEVEL = {("training", "checkpoints"), ("training", "data"), ("__init__", "language_model")}
-# Two halves of one class; `inspection` names the other half in annotations alone.
-SAME_LEVEL |= {("language_model", "inspection"), ("inspection", "language_model")}
+SAME_LEVEL: set[tuple[str, str]] = set()  # (package, package of the same level that it may import)
 
 HEAVY = {
     "datasets",
@@ -155,6 +158,122 @@ def test_pe_lab_keeps_to_its_architecture() -> None:
     assert len(files) > 20
     found = [v for file in files for v in violations(file.relative_to(ROOT).as_posix(), file.read_text())]
     assert not found, "\n".join(found)
+
+
+def levels_table() -> str:
+    """The levels as CONTRIBUTING.md shows them."""
+    lines = ["| level | packages |", "|---|---|"]
+    for number, packages in enumerate(LEVELS[:-2], 1):
+        shown = ", ".join(f"`{name}`" for name in sorted(packages))
+        lines.append(f"| {number} | {shown} |")
+    return "\n".join([*lines, f"| {len(LEVELS) - 1} | the commands: {', '.join(f'`{c}`' for c in sorted(COMMANDS))} |"])
+
+
+def test_contributing_shows_the_levels() -> None:
+    """PE_LAB_WRITE_DOCS=1 writes them anew."""
+    page = ROOT / "CONTRIBUTING.md"
+    text = page.read_text(encoding="utf-8")
+    expected = re.sub(r"\| level \|.*?(?=\n\n)", lambda _: levels_table(), text, count=1, flags=re.S)
+    if os.environ.get("PE_LAB_WRITE_DOCS"):
+        page.write_text(expected, encoding="utf-8")
+    assert text == expected or os.environ.get("PE_LAB_WRITE_DOCS")
+
+
+def test_no_class_name_stands_twice() -> None:
+    """Private ones too: a reader who looks for a name finds one thing."""
+    defined: dict[str, list[str]] = {}
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                defined.setdefault(node.name, []).append(f"{file.relative_to(ROOT)}:{node.lineno}")
+    assert len(defined) > 300
+    twice = {name: places for name, places in defined.items() if len(places) > 1}
+    assert not twice, "\n".join(f"{name}: {', '.join(places)}" for name, places in sorted(twice.items()))
+
+
+def circles(modules: dict[str, tuple[ast.Module, bool]]) -> list[list[str]]:
+    """Groups of modules that import each other, directly or through others, also inside functions.
+
+    What `if TYPE_CHECKING` imports names a type and runs nothing.
+    """
+    names = {}
+    for module, (tree, is_package) in modules.items():
+        tests = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
+        typing = {
+            id(inner)
+            for node in tests
+            if ast.unparse(node.test).endswith("TYPE_CHECKING")
+            for part in node.body
+            for inner in ast.walk(part)
+        }
+        found = [name for node, name in imports(tree, module, is_package) if id(node) not in typing]
+        known = {name if name in modules else name.rpartition(".")[0] for name in found}
+        # A package's __init__ gathers its modules: they may import each other, and it them.
+        names[module] = {one for one in known if one in modules and one != module and not modules[one][1]}
+    reached: dict[str, set[str]] = {}
+    for module in names:
+        reached[module], waiting = set(), [module]
+        while waiting:
+            new = names[waiting.pop()] - reached[module]
+            reached[module] |= new
+            waiting += new
+    groups = {frozenset(other for other in found if module in reached[other]) for module, found in reached.items()}
+    return sorted(sorted(group) for group in groups if group)
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    modules = {}
+    for file in PACKAGE.rglob("*.py"):
+        parts = file.relative_to(ROOT).with_suffix("").parts
+        is_package = parts[-1] == "__init__"
+        modules[".".join(parts[:-1] if is_package else parts)] = (ast.parse(file.read_text()), is_package)
+    found = circles(modules)
+    assert not found, "\n".join(", ".join(group) for group in found)
+
+
+def test_a_circle_is_found_also_through_a_third_module() -> None:
+    sources = {"pe_lab.a": "from pe_lab import b", "pe_lab.b": "def f():\n    from pe_lab.c import x", "pe_lab.c": ""}
+    modules = {name: (ast.parse(source), False) for name, source in sources.items()}
+    assert circles(modules) == []
+    modules["pe_lab.c"] = (ast.parse("import pe_lab.a"), False)
+    assert circles(modules) == [["pe_lab.a", "pe_lab.b", "pe_lab.c"]]
+
+
+WITHOUT_JAX = """
+import runpy, sys
+
+class Refusal:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("jax", "flax", "orbax", "optax", "torch", "transformers"):
+            raise ImportError(f"{name} is imported")
+
+sys.meta_path.insert(0, Refusal())
+commands, said = sys.argv[1:], sys.stderr
+for command in commands:
+    sys.argv[1:] = ["--help"]
+    try:
+        runpy.run_module(f"pe_lab.{command}", run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            print(command, "ended with", end.code, file=said)
+    except ImportError as error:
+        print(command, error, file=said)
+"""
+
+
+def test_help_loads_no_jax() -> None:
+    """JAX takes two seconds, and more on a busy machine: all commands parse their arguments first. 2 s."""
+    run = [sys.executable, "-c", WITHOUT_JAX, *sorted(COMMANDS)]
+    done = subprocess.run(run, capture_output=True, text=True, check=True)
+    assert done.stderr == "" and all(f"python -m pe_lab.{command}" in done.stdout for command in COMMANDS)
+
+
+def test_verify_loads_no_jax() -> None:
+    """A machine that has nothing but the files and numpy compares digests; tensorstore finds the arrays."""
+    code = "import sys, pe_lab.verify; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = {name.partition(".")[0] for name in done.stdout.split()}
+    assert "pe_lab" in found and not found & {"jax", "jaxlib", "flax", "orbax", "optax", "grain"}
 
 
 def test_long_files_are_excused_only_while_they_are_long() -> None:
@@ -294,7 +413,7 @@ def test_the_scan_lets_pass(text: str) -> None:
 def test_attention_and_model_know_no_encoding_by_name() -> None:
     """What an encoding computes, it computes in its hooks."""
     kinds = {kind.__name__ for kind in ENCODINGS.values() if kind.__module__.startswith("pe_lab.")}
-    assert {"Rope", "Alibi", "T5Bias", "NotebookYarn"} <= kinds and len(kinds) > 20
+    assert {"Rope", "Alibi", "T5Bias", "XSA"} <= kinds and len(kinds) > 20
     found = []
     for file in [*(PACKAGE / "attention").rglob("*.py"), *(PACKAGE / "model").rglob("*.py")]:
         for node in ast.walk(ast.parse(file.read_text())):

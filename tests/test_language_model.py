@@ -9,7 +9,7 @@ import pytest
 from tiny_runs import compilations_kept, trained  # noqa: F401
 
 import pe_lab
-from pe_lab.checkpoints import open_checkpoint
+from pe_lab.checkpoints.checkpoint import open_checkpoint
 from pe_lab.data.tokenizers import load_tokenizer
 from pe_lab.errors import UserError
 from pe_lab.language_model import _compiled

@@ -1,4 +1,4 @@
-"""A mixture run that is killed, extended and changed: its log, lineage, tokens and report are one history."""
+"""A mixture run that is killed, made longer and changed: its log, lineage, tokens and report are one history."""
 
 import json
 
@@ -7,7 +7,7 @@ from test_resume import finish, kill, line_count, wait_until
 from tiny_runs import REPOSITORY, records, start, write_recipe
 
 import pe_lab.report
-from pe_lab.checkpoints import open_checkpoint
+from pe_lab.checkpoints.checkpoint import open_checkpoint
 from pe_lab.results.formatting import count
 
 pytestmark = pytest.mark.slow
@@ -17,7 +17,7 @@ STAGES = [(0, (2, 1, 1)), (60, (1, 1, 2)), (130, (0, 1, 1))]
 LATER, SINCE = (1, 0, 1), 150
 
 
-def test_three_kills_two_extensions_and_a_batch_size_are_one_history(tmp_path):
+def test_three_kills_two_longer_ends_and_a_batch_size_are_one_history(tmp_path):
     """Five processes of about 8 s: 45 s."""
     sources = ("data", "training", "model")
     for name in sources:
@@ -48,24 +48,24 @@ def test_three_kills_two_extensions_and_a_batch_size_are_one_history(tmp_path):
         "--config.log.validate_every_steps=60",
     ]
     log = tmp_path / "run/pretrain/metrics.jsonl"
-    extended = [*argv, "--extend=150", "--config.phases.0.batch_size=12"]
-    for command, lines in ((argv, 20), (argv, 70), (extended, 125)):
+    longer = [*argv, "--until=150", "--config.phases.0.batch_size=12"]
+    for command, lines in ((argv, 20), (argv, 70), (longer, 125)):
         process = start(command, tmp_path)
         wait_until(process, lambda lines=lines: line_count(log) >= lines)
         kill(process)
-    finish(start(extended, tmp_path))  # as a launcher does after a preemption
+    finish(start(longer, tmp_path))  # as a launcher does after a preemption
     later = f"--config.phases.0.weights={weights([*STAGES[:2], (130, LATER)])}"
-    finish(start([*argv, "--extend=170", "--config.phases.0.batch_size=12", later], tmp_path))
+    finish(start([*argv, "--until=170", "--config.phases.0.batch_size=12", later], tmp_path))
 
     trained = [record for record in records(log) if "loss" in record]
     assert [record["step"] for record in trained] == list(range(1, 171))
     metadata = open_checkpoint(tmp_path / "run").metadata
     whats = [(entry["what"], entry["step"]) for entry in metadata["lineage"]]
-    changes = [(what, step) for what, step in whats if "extended" in what or "continued" in what]
+    changes = [(what, step) for what, step in whats if "prolonged" in what or "continued" in what]
     assert "continued with phases.0.weights.data.2.1 0 -> 1" in changes[-1][0]
     assert [what.partition(";")[0] for what, _ in changes] == [
-        "extended from 120 to 150 steps (rewarm)",
-        "extended from 150 to 170 steps (rewarm)",
+        "prolonged from 120 to 150 steps (rewarm)",
+        "prolonged from 150 to 170 steps (rewarm)",
     ]
     assert changes[0][0].endswith("continued with phases.0.batch_size 8 -> 12")
     since = changes[0][1]

@@ -12,15 +12,14 @@ from pe_lab import plan as command
 from pe_lab import prepare
 from pe_lab.config import Config, DistillConfig, from_dict
 from pe_lab.errors import ConfigError
-from pe_lab.parallel import AxisRules, ahead_of_time
+from pe_lab.parallel import compiler
 from pe_lab.parallel.topology import GIB, parse_topology, placeholder_mesh
-from pe_lab.planning.advice import step_advice
+from pe_lab.planning import tables
 from pe_lab.planning.compiled_memory import OutOfMemory
-from pe_lab.planning.plan import choose_phases, explain_phase, make_plan
+from pe_lab.planning.plan import choose_phases, explain_phase, make_plan, step_advice
 from pe_lab.planning.tables import training_text
 from pe_lab.recipes import load_config
-from pe_lab.training.memory import estimate_memory
-from pe_lab.training.run import phase_models
+from pe_lab.training.plan import plan_run
 
 DROPE = "configs/drope_16b.py"
 
@@ -137,8 +136,8 @@ def test_the_working_set_by_hand():
 def test_estimate_shards_heads_and_mlp_over_tensor():
     base = from_dict(Config, {"model": {"vocab_size": 1024, "remat": "none"}, "mesh": {"tensor": 2, "data": 1}})
     plan = make_plan(base, parse_topology("h100:2"))
-    phase, mesh = plan.phases[0].plan, placeholder_mesh(Config().mesh, 1)
-    one = estimate_memory(plan.model, phase.config, phase.schedule, False, mesh, AxisRules())
+    alone = dataclasses.replace(plan.run, mesh=placeholder_mesh(Config().mesh, 1))
+    one = alone.memory(alone.phases[0])
     assert plan.phases[0].memory.parameters < 0.6 * one.parameters
     assert 0.5 < plan.phases[0].memory.activations / one.activations < 0.75  # D stays whole
 
@@ -210,7 +209,7 @@ def test_no_compile_prints_the_numbers(capsys, tmp_path):
 
 
 def test_without_libtpu_there_is_an_estimate_and_advice(capsys, monkeypatch):
-    monkeypatch.setattr(ahead_of_time, "libtpu_version", lambda: "")
+    monkeypatch.setattr(compiler, "libtpu_version", lambda: "")
     assert command.main([f"--config={DROPE}", "--topology=v5e:16x16"]) == 0
     text = capsys.readouterr().out
     assert "not compiled: libtpu is not installed: pip install 'pe-lab[aot]'" in text
@@ -218,7 +217,7 @@ def test_without_libtpu_there_is_an_estimate_and_advice(capsys, monkeypatch):
 
 
 def test_without_the_cuda_plugin_gpus_are_estimated(capsys, monkeypatch):
-    monkeypatch.setattr(ahead_of_time, "_version", lambda package: "" if package == "jax-cuda13-plugin" else "1")
+    monkeypatch.setattr(compiler, "_version", lambda package: "" if package == "jax-cuda13-plugin" else "1")
     assert command.main([f"--config={DROPE}", "--topology=gpu:8"]) == 0
     text = capsys.readouterr().out
     assert "8 x NVIDIA H100 80GB, 72 GiB each, mesh data 1 x fsdp 8" in text  # 90% of 80 GiB
@@ -289,12 +288,12 @@ def test_bad_input_is_one_message_and_status_2(arguments, message, capsys):
 def test_topologies_plan_or_are_refused(text, slices, devices, chip, recipe):
     if isinstance(devices, str):
         with pytest.raises(ConfigError, match=re.escape(devices)) as refused:
-            ahead_of_time.topology_devices(parse_topology(text, slices))
+            compiler.topology_devices(parse_topology(text, slices))
         assert "\n" not in str(refused.value)
         return
     found = parse_topology(text, slices)
     assert (found.count, found.chip.name) == (devices, chip)
-    assert len(ahead_of_time.topology_devices(found)) == devices
+    assert len(compiler.topology_devices(found)) == devices
     sizes = {"mesh.fsdp": "1", "phases.0.batch_size": str(devices), "phases.1.batch_size": str(devices)}
     plan = make_plan(load_config(recipe, sizes), found)
     assert plan.mesh_shape == {"data": devices, "fsdp": 1, "tensor": 1, "context": 1}
@@ -427,11 +426,8 @@ def test_auto_is_the_fastest_that_fits():
     accumulate = int(re.search(r"phases\.0\.accumulate=(\d+)", step_advice(huge, huge.phases[0], None))[1])
     fitting = {"phases.0.batch_size": "262144", "phases.0.accumulate": str(accumulate)}
     assert _plan(**auto, **fitting).phases[0].memory.total <= 16 * GIB
-    plan = huge.phases[0].plan
     with pytest.raises(ConfigError, match="phase 'pretrain': with any remat and loss_chunks, a step needs about"):
-        phase_models(
-            huge.config, [plan], 151_936, placeholder_mesh(huge.config.mesh, 256), AxisRules(), huge.topology.chip, True
-        )
+        plan_run(huge.config, huge.run.mesh, huge.run.given, huge.topology.chip, must_fit=True)
     with pytest.raises(ConfigError, match="model.loss_chunks is 'some'; it must be 'auto' or of type int"):
         _plan(**{"model.loss_chunks": "some"})
 
@@ -449,7 +445,7 @@ def test_the_numbers_of_a_refusal(refusal, recipe, capsys, monkeypatch):
     def refuse(*_):
         raise OutOfMemory(refusal)
 
-    monkeypatch.setattr(command, "compile_phase", refuse)
+    monkeypatch.setattr(tables, "compile_phase", refuse)
     assert command.main([f"--config={recipe}", "--topology=v5e:2x2", "--config.model.remat=dots"]) == 1
     text = capsys.readouterr().out
     assert "DOES NOT FIT: the step that trains 'second' needs 17.29 GiB of 15.75 GiB a chip" in text

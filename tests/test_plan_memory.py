@@ -9,10 +9,9 @@ import pytest
 from pe_lab.config import Config, ModelConfig, from_dict
 from pe_lab.model import Model
 from pe_lab.parallel.topology import parse_topology
-from pe_lab.planning.advice import ruled_out, step_advice
 from pe_lab.planning.compiled_memory import Compiled, OutOfMemory
 from pe_lab.planning.evaluation_memory import SequenceMemory, longest, sequence_memory
-from pe_lab.planning.plan import Plan, make_plan
+from pe_lab.planning.plan import Plan, make_plan, ruled_out, step_advice
 from pe_lab.planning.tables import _hours, evaluation_text, size
 from pe_lab.positional import build_schedule, layers
 

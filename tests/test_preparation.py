@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from corpora import corpus, documents_of, run, sentences
 
-from pe_lab.data import gathering, preparation, shard_preparation
+from pe_lab.data import preparation, shard_preparation
 from pe_lab.data.executors import in_processes, in_this_process
 from pe_lab.data.filters import Filters
 from pe_lab.data.preparation import building_directory
@@ -64,14 +64,14 @@ def test_a_task_that_others_overtake_returns_what_they_wrote(tmp_path, shards, m
     config = corpus(tmp_path, *FILES)
     whole = run(config, tmp_path / "one")
     assert run(config, tmp_path / "tasks", task=(1, 2)) is None
-    real, others = preparation.open_work, [(0, 2)]
+    real, others = preparation.open_plan, [(0, 2)]
 
     def overtaken(*arguments):
         if others:
             assert run(config, tmp_path / "tasks", task=others.pop()) == whole
         return real(*arguments)
 
-    monkeypatch.setattr(preparation, "open_work", overtaken)
+    monkeypatch.setattr(preparation, "open_plan", overtaken)
     assert run(config, tmp_path / "tasks", task=(1, 2)) == whole
     assert contents(tmp_path / "tasks") == contents(tmp_path / "one") and not list(tmp_path.glob(".tasks*"))
 
@@ -79,7 +79,7 @@ def test_a_task_that_others_overtake_returns_what_they_wrote(tmp_path, shards, m
 def test_a_directory_that_another_process_puts_into_its_place_is_waited_for(tmp_path, shards, monkeypatch, capsys):
     """2 s."""
     config = corpus(tmp_path, *FILES)
-    real, second = gathering.remove_tree, []
+    real, second = preparation.remove_tree, []
 
     def slow(directory):
         if not second:
@@ -90,7 +90,7 @@ def test_a_directory_that_another_process_puts_into_its_place_is_waited_for(tmp_
             assert second[1:] == [] and directory.exists()
         real(directory)
 
-    monkeypatch.setattr(gathering, "remove_tree", slow)
+    monkeypatch.setattr(preparation, "remove_tree", slow)
     assert main([f"--source={config.source}", "--tokenizer=bytes", f"--out={tmp_path / 'out'}"]) == 0
     second[0].join()
     assert second[1] == 0 and "nothing to do" in capsys.readouterr().out

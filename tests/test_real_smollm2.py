@@ -13,8 +13,8 @@ from real_material import essays, smollm2_gguf
 from transformers_environments import environment, projections, read, tokenize
 
 import pe_lab
-from pe_lab.analysis.channel_pairs import frequency_use
-from pe_lab.data.tokenizers.difficult_strings import DIFFICULT
+from pe_lab.analysis import frequency_use
+from pe_lab.data.tokenizers.tokenizer import DIFFICULT
 from pe_lab.positional import Yarn, rescale
 
 pytestmark = pytest.mark.slow
@@ -76,7 +76,7 @@ def test_the_frequencies_that_heads_use_are_those_of_transformers(lm: pe_lab.Lan
     """Norms of the pairs of channels at 512 tokens, from hooks on transformers' own projections."""
     tokens, gguf = text[None, :512], smollm2_gguf()
     theirs = projections("5", gguf.parent, tokens, gguf_file=gguf.name, timeout=900)
-    ours = frequency_use(lm, tokens)
+    ours = frequency_use.measure(lm, tokens)
     for name, found in (("q_proj", ours.query), ("k_proj", ours.key), ("v_proj", ours.value)):
         first, second = np.split(theirs[name].reshape(30, 512, -1, 64), 2, axis=-1)
         norms = np.hypot(first, second).mean(1)  # [L, heads, R]

@@ -486,7 +486,9 @@ def test_every_variant_that_can_be_measured_is_explained():
             words = definition({"model": model, "variant": method})
             assert len(words) > 40 and "of the run's own code" not in words, (model, method)
             assert ("another encoding" in words) == (method not in VARIANTS)
-    assert definition({"model": "Mine", "variant": "as trained"}).startswith("The encoding Mine, of the run's own code.")
+    assert definition({"model": "Mine", "variant": "as trained"}).startswith(
+        "The encoding Mine, of the run's own code."
+    )
     both = definition({"model": "RoPE/NoPE (YaRN 4)", "variant": "PI"})
     assert both.startswith("Its layers have different encodings. RoPE: Rotary") and "(YaRN 4)" in both
     assert both.endswith("(position interpolation).")

@@ -105,7 +105,7 @@ def test_without_javascript_everything_is_there(tmp_path):
     page = page_of(tmp_path, maps(), lines(), lines(8, points=True))
     text = Nesting(page).text
     for words in (
-        "Studied here: Heads.", "Heads use 12 of 32 pairs.", "Kinds of heads", "previous token", "14",
+        "Analyzed here: Heads.", "Heads use 12 of 32 pairs.", "Kinds of heads", "previous token", "14",
         "Norms of queries",
         "Of all sequences.", "layer 0", "layer 2", "norm, nats", "not measured",
         "Rows from the top, head: head 0 to head 1.",
@@ -259,7 +259,7 @@ def test_hostile_names_are_escaped(tmp_path):
 
 
 @pytest.mark.parametrize("about", [{}, {"command": None}])
-def test_a_analysis_that_does_not_know_how_it_was_made(tmp_path, about):
+def test_an_analysis_that_does_not_know_how_it_was_made(tmp_path, about):
     run = tmp_path / "run"
     write_findings(run / "analysis" / "a", "a", Findings(("One.",), (), ()), {})
     path = run / "analysis" / "a" / "analysis.json"

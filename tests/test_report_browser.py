@@ -349,7 +349,7 @@ def saved(browser, folder: Path, label: str, name: str) -> bytes:
     return (folder / name).read_bytes()
 
 
-def test_buttons_save_what_the_command_exports(browser, grouped, studied, tmp_path):
+def test_buttons_save_what_the_command_exports(browser, grouped, analyzed, tmp_path):
     """4 s. The page's script and `--export` make the same tables and the same pictures."""
     browser.call("Page.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
     browser.open(grouped, 1200, dark=True)
@@ -374,10 +374,10 @@ def test_buttons_save_what_the_command_exports(browser, grouped, studied, tmp_pa
     picture = Image.open(io.BytesIO(saved(browser, tmp_path, "PNG of Validation loss", f"{one.name}.png")))
     assert picture.size == tuple(2 * float(side) for side in one.svg.split('viewBox="')[1].split('"')[0].split()[2:])
     assert np.asarray(picture.convert("L"))[0, 0] == 255  # light, on a dark page too
-    browser.open(studied, 400)
+    browser.open(analyzed, 400)
     for title, name, count in (("M", "m", 12 * 3 * 8), ("L", "l", 12 * 8)):
         label = f"CSV of {title}"
-        file = f"{slug(studied.parent.name)}-{name}.csv"
+        file = f"{slug(analyzed.parent.name)}-{name}.csv"
         assert len(saved(browser, tmp_path, label, file).decode().splitlines()) == 1 + count
         picture = saved(browser, tmp_path, f"SVG of {title}", file.replace(".csv", ".svg")).decode()
         assert ElementTree.fromstring(picture).tag.endswith("}svg") and picture.count("layer 11") == 1
@@ -394,9 +394,9 @@ def as_number(text: str) -> object:
 
 
 @pytest.fixture(scope="module")
-def studied(tmp_path_factory):
+def analyzed(tmp_path_factory):
     """The page of a run with one analysis: heat maps of 12 layers, and lines of 12 layers."""
-    run = tmp_path_factory.mktemp("studied")
+    run = tmp_path_factory.mktemp("analyzed")
     heads, pairs = tuple(f"head {n}" for n in range(3)), tuple(f"{n} ({2**n} tokens)" for n in range(8))
     names = layer_names(range(12)), heads, pairs, "layer", "head", "pair of channels, from fast to slow", "mean norm"
     lines = (Line("RoPE", np.arange(1.0, 9), np.arange(8.0), np.arange(8.0) - 1, np.arange(8.0) + 1),)
@@ -419,8 +419,8 @@ def pointed(browser, selector: str, across: float, down: float) -> None:
 
 
 @pytest.mark.parametrize("width", [400, 1200])
-def test_a_slider_chooses_the_layer_and_a_pointer_or_the_keys_a_cell(browser, studied, width):
-    browser.open(studied, width)
+def test_a_slider_chooses_the_layer_and_a_pointer_or_the_keys_a_cell(browser, analyzed, width):
+    browser.open(analyzed, width)
     assert browser.value("document.documentElement.scrollWidth") <= width and browser.complaints() == []
     pictures = browser.value("[...document.querySelectorAll('.panel img')].map(i => [i.src, i.naturalWidth])")
     assert len(pictures) == 12 and {size for _, size in pictures} == {8}
@@ -451,10 +451,10 @@ def test_a_slider_chooses_the_layer_and_a_pointer_or_the_keys_a_cell(browser, st
     assert browser.value("document.documentElement.scrollWidth") <= width
 
 
-def test_without_javascript_the_page_shows_all_panels_of_a_analysis(browser, studied):
+def test_without_javascript_the_page_shows_all_panels_of_an_analysis(browser, analyzed):
     browser.call("Emulation.setScriptExecutionDisabled", value=True)
     try:
-        browser.open(studied, 1200)
+        browser.open(analyzed, 1200)
         heights = browser.value("[...document.querySelectorAll('.panel .cells, .large')].map(e => e.offsetHeight)")
     finally:
         browser.call("Emulation.setScriptExecutionDisabled", value=False)

@@ -220,7 +220,7 @@ def test_the_words_on_the_verdict_are_those_of_the_code():
     assert "at all lengths of a table" in HOW_THE_VERDICT_IS_MADE and "fitted to it" in HOW_THE_VERDICT_IS_MADE
 
 
-def test_a_analysis_of_a_former_step_says_so(tmp_path):
+def test_an_analysis_of_a_former_step_says_so(tmp_path):
     run = read_run(make_run(tmp_path, phases=STEPS))
     about = {"models": [{"phase": "pretrain", "step": 20}, {"phase": "recalibrate", "step": 40}]}
     assert former_models(run, about) == "This is of pretrain (step 20); trained to step 60 since."

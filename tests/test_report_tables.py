@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from prompted_rows import row
 
-from pe_lab.analysis.frequencies import Settings, analysis, figures, telling_pairs
+from pe_lab.analysis.frequencies import Settings, telling_pairs
 from pe_lab.page import provenance, tables
-from pe_lab.page.axes import axes_of
 from pe_lab.page.document import headline, joint_headline
 from pe_lab.page.markup import element, folded, text
 from pe_lab.page.run_section import section, suite_parts, title_of, top, work_out
@@ -399,14 +398,6 @@ def test_the_pairs_of_the_table_are_the_ends_the_middle_and_yarns_ramp():
     # The ramp of 64 channels, base 1e4 and 2,048 tokens goes from pair 8 to pair 21 (transformers).
     assert telling_pairs(Settings()) == [0, 1, 8, 9, 10, 15, 20, 21, 30, 31]
     assert telling_pairs(Settings(head_dim=4)) == [0, 1]
-
-
-def test_the_axis_of_a_caches_lengths_has_powers_of_four_and_ten_million():
-    *_, cache = figures(analysis(Settings(factors=(2.0,), methods=("pi",))))
-    x, y = axes_of(cache)
-    assert x.ticks == [4096, 16_384, 65_536, 262_144, 1_048_576, 4_194_304, 10_000_000]
-    assert [x.show(place) for place in x.ticks] == ["4k", "16k", "64k", "256k", "1M", "4M", "10M"]
-    assert y.show(1.5e9) == "1.5 GB"
 
 
 def test_of_many_runs_each_has_its_scores_and_the_command_for_the_rest(tmp_path, monkeypatch):

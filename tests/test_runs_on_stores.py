@@ -10,7 +10,7 @@ from object_stores import new_bucket, store_servers  # noqa: F401
 from tiny_runs import REPOSITORY, arrays, finish, start, write_recipe
 
 from pe_lab import evaluate, report, storage, surgery
-from pe_lab.checkpoints import open_checkpoint
+from pe_lab.checkpoints.checkpoint import open_checkpoint
 from pe_lab.checkpoints.locating import steps_in
 from pe_lab.recipes import load_config
 

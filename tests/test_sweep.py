@@ -11,7 +11,7 @@ import pytest
 from object_stores import gcs_bucket, store_servers  # noqa: F401
 from tiny_runs import REPOSITORY, arrays, fingerprint, finish, start, write_recipe
 
-from pe_lab.lab.sweeps.cells import Cell
+from pe_lab.lab.sweeps.cells import SweepCell
 from pe_lab.lab.sweeps.state import read_outcome
 from pe_lab.results.records import as_dict
 from pe_lab.sweep import main
@@ -43,7 +43,7 @@ for name, steps in (("pretrain", 8), ("recalibrate", 6)):
 
 def test_a_sweep_is_run_continued_and_extended(recipe, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
-        Cell, "command", lambda cell, where: [sys.executable, "-S", "-c", STAND_IN, str(where / cell.name)]
+        SweepCell, "command", lambda cell, where: [sys.executable, "-S", "-c", STAND_IN, str(where / cell.name)]
     )
     monkeypatch.setattr("pe_lab.lab.sweeps.results.draw", lambda table, form: b"drawn elsewhere")
     command = ["--config=tiny.py", "--grid", f"{RATE}=1e-3,1e-2", "--seeds=2", "--jobs=2"]
@@ -194,7 +194,7 @@ def test_a_sweep_on_an_object_store(gcs_bucket, recipe, capsys, monkeypatch):  #
     assert {"sweep.json", "logs/seed=0.log", "logs/seed=0.json", "report.html", "seed=0/run.json"} <= {
         name.removeprefix("sweep/") for name in names
     }
-    assert not any("claim" in name for name in names)
+    assert not any(name.endswith(".lease") for name in names)
 
 
 @pytest.mark.slow

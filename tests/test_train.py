@@ -1,21 +1,19 @@
 """`python -m pe_lab.train`: its files, its messages, and the input that it refuses."""
 
-import functools
 import json
 import shutil
 from pathlib import Path
 
-import jax
 import pytest
-from tiny_runs import compilations_kept, fingerprint, write_recipe  # noqa: F401
+from tiny_runs import compilations_kept, fingerprint, train_on_one_device, write_recipe  # noqa: F401
 
-import pe_lab.train
-from pe_lab.checkpoints import open_checkpoint
+from pe_lab.checkpoints.checkpoint import open_checkpoint
 from pe_lab.checkpoints.locating import steps_in
 from pe_lab.data.tokenizers import load_saved_tokenizer
 from pe_lab.errors import TrainingDiverged
+from pe_lab.parallel.stopping import Stopped
 from pe_lab.train import main
-from pe_lab.training import Stopped, open_run
+from pe_lab.training import fit
 
 pytestmark = pytest.mark.usefixtures("compilations_kept")
 
@@ -27,7 +25,7 @@ def recipe(tmp_path_factory):
 
 @pytest.fixture
 def one_device(monkeypatch):
-    monkeypatch.setattr(pe_lab.train, "open_run", functools.partial(open_run, devices=jax.devices()[:1]))
+    train_on_one_device(monkeypatch)
 
 
 SHORT = [
@@ -42,7 +40,7 @@ SHORT = [
 def finished(recipe, tmp_path_factory, compilations_kept):  # noqa: F811
     workdir = tmp_path_factory.mktemp("finished") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pe_lab.train, "open_run", functools.partial(open_run, devices=jax.devices()[:1]))
+        train_on_one_device(patch)
         assert main([f"--config={recipe}", f"--workdir={workdir}", *SHORT]) == 0
     return workdir
 
@@ -94,7 +92,7 @@ def test_a_diverged_loss_is_no_bad_input(recipe, one_device, tmp_path, monkeypat
     def diverge(*args):
         raise TrainingDiverged("The loss is nan.")
 
-    monkeypatch.setattr(pe_lab.train, "train_phase", diverge)
+    monkeypatch.setattr(fit, "train_phase", diverge)
     assert main([f"--config={recipe}", f"--workdir={tmp_path / 'run'}"]) == 1
     assert capsys.readouterr().err.endswith("error: The loss is nan.\n")
 
@@ -105,7 +103,7 @@ def test_a_run_that_was_stopped_and_saved_is_neither_complete_nor_failed(
     def stop(*args):
         raise Stopped("saved; run it again to continue")
 
-    monkeypatch.setattr(pe_lab.train, "train_phase", stop)
+    monkeypatch.setattr(fit, "train_phase", stop)
     assert main([f"--config={recipe}", f"--workdir={tmp_path / 'run'}"]) == 75  # EX_TEMPFAIL of sysexits.h
     assert capsys.readouterr().out.endswith("tiny: saved; run it again to continue\n")
 

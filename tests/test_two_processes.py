@@ -10,7 +10,7 @@ import pytest
 from gauntlet.disk_full import Filler, small_disk
 from tiny_runs import finish, losses, records, start_together, tiny, train, write_recipe
 
-from pe_lab.checkpoints import open_checkpoint
+from pe_lab.checkpoints.checkpoint import open_checkpoint
 
 pytestmark = pytest.mark.slow
 PATIENCE = 400

@@ -16,14 +16,14 @@ from object_stores import gcs_bucket, store_servers  # noqa: F401
 from tiny_runs import compilations_kept, reseal, tiny, trained  # noqa: F401
 
 from pe_lab import convert, storage
-from pe_lab.checkpoints import open_checkpoint
+from pe_lab.checkpoints.checkpoint import open_checkpoint
 from pe_lab.config import SourceConfig
 from pe_lab.data.preparation import prepare
 from pe_lab.data.tokenizers import ByteTokenizer
 from pe_lab.errors import UserError
+from pe_lab.identity import write_run
 from pe_lab.storage import AppendedLog, json_object
 from pe_lab.storage.manifest import MANIFEST, Digest, digest_file
-from pe_lab.training.workdir import write_run
 from pe_lab.verify import DAMAGED, UNCOMMITTED, WHOLE, main, targets, verify
 
 pytestmark = pytest.mark.usefixtures("compilations_kept")

@@ -17,7 +17,7 @@ WORDS = [
     (r"\bPast\b|\bStored\b", "KV cache, cache view", r"pe_lab/(attention|model)/", ""),
     (r"\bRow\b", "layer encoding", r"pe_lab/(attention|model|positional)/", ""),
     (r"\b(cut|spread) over\b", "sharded over", "", ""),
-    (r"\b[Tt]runk\b", "embedder", "", r"checkpoints/locating\.py"),  # the name in checkpoints of format 1
+    (r"\b[Tt]runk\b", "embedder", "", ""),
     (r"\b[Ss]elf[ _-]bias\b", "diagonal bias", "", ""),
     (r"\b[Ww]ays? of reading\b|\bReaders?\b|(?<!\")\bread_as\b", "variant", "", ""),  # a key of sample records
     (r"\b[Aa]nswerers?\b|\b[Hh]eard\b", "generation backend, on_tokens", "", ""),
@@ -30,6 +30,33 @@ WORDS = [
     (r"\b[Rr]ooms?\b", "package", "", r"lm_eval/requests"),  # the stored form of kept answers
     (r"\bas it comes\b|\bwhat there is\b|\bwhat differs\b", "say the thing", "", ""),
     (r"\b[Ll]ong(er)? texts?\b|\btexts? of [\w ,]{0,24}tokens\b|\bcut (a|the) texts?\b", "sequence", "", ""),
+    (r"\b[Ss]tud(y|ies|ied|ying)\b", "analysis (of a model), claim (of a paper)", "", ""),
+    (
+        r"--extend\b|\bon_extend\b|\b[Ee]xtended? (a |the )?(run|phase)s?\b|\brun (is|was) extended\b",
+        "until",
+        "",
+        r"docs/log\.md",
+    ),
+    (
+        r"\"(reading|read_as|facts)\"",
+        "fingerprint, length, metadata",
+        r"pe_lab/(evaluation|results|page|analysis|lab)/",
+        "",
+    ),
+    (r"\.get\(\"method\"|\[\"method\"\]|\"method\": ", "variant", r"pe_lab/(evaluation|results|page|lab)/", ""),
+    (
+        r"\b[Cc]laim(s|ed|ing)? (a|the|its|each) (cell|file|directory|lease|lock)\b|\bclaims? (of|on) (a )?cells?\b",
+        "lease",
+        "",
+        "",
+    ),
+    (
+        r"\bSchedulePath\b|\b[Pp]aths? between (two )?(schedules|encodings)\b|phases?(\[\w+\]|\.\w+)?\.path\b",
+        "transition",
+        "",
+        "",
+    ),
+    (r"\b[Ll]evels?\b", "stage", r"pe_lab/(claims|lab/claims/running)\.py", ""),
     (r"\bother people's\b|\b[Ss]ome(body|one)( else)?'s\b", "external", r"pe_lab/", ""),
 ]
 
@@ -56,10 +83,27 @@ def test_no_word_has_a_better_one():
     assert [line for f in files for line in found(f, (ROOT / f).read_text(encoding="utf-8"))] == []
 
 
-@pytest.mark.parametrize("text", ["the pairs that turn", "a foreign checkpoint", "log_sum = 1", "spread over devices"])
+@pytest.mark.parametrize(
+    "text",
+    ["the pairs that turn", "a foreign checkpoint", "log_sum = 1", "spread over devices", "a study of heads",
+     "train --extend=40", "another sweep has claimed the cell", "a path between two schedules"],
+)  # fmt: skip
 def test_the_scan_catches(text):
     assert len(found("pe_lab/model/a.py", text)) == 1
 
 
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [("pe_lab/results/a.py", 'record.get("method")'), ("pe_lab/evaluation/a.py", '"read_as": length'),
+     ("pe_lab/lab/claims/running.py", "the cells of a level")],
+)  # fmt: skip
+def test_the_scan_catches_in_some_packages(path, text):
+    assert len(found(path, text)) == 1 and found("pe_lab/positional/a.py", text) == []
+
+
 def test_the_scan_lets_pass():
     assert found("pe_lab/model/a.py", "rotated pairs; held-out data; functools.partial; returns; broom") == []
+    assert (
+        found("docs/a.md", "Student's t; a student; the paper claims a gain; extend the context; method=rope; a path")
+        == []
+    )

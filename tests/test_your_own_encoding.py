@@ -87,7 +87,7 @@ def run(directory: Path, *arguments: str, status: int = 0) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", ["wave.py", "learned_base.py"])
+@pytest.mark.parametrize("name", ["wave.py", "learned_base.py", "experts.py"])
 def test_the_page_shows_the_file_as_it_is(name):
     shown = re.search(rf"<!-- {name} -->\n```python\n(.*?)```\n<!-- end", PAGE.read_text(), re.DOTALL)
     text = (ROOT / "docs" / name).read_text()

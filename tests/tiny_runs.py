@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
@@ -23,9 +24,10 @@ from pe_lab.config import Config
 from pe_lab.data.tokenizers import load_tokenizer, save_tokenizer
 from pe_lab.recipes import load_config
 from pe_lab.storage.manifest import Manifest, manifest_of
-from pe_lab.training import loop, open_run, train_phase
-from pe_lab.training.machine import Peak
-from pe_lab.training.profiling import Profiler
+from pe_lab.training import fit, loop
+from pe_lab.training.loop import train_phase
+from pe_lab.training.plan import plan_here
+from pe_lab.training.run import Run, open_run
 
 REPOSITORY = Path(__file__).parents[1]
 RECIPE = """
@@ -35,7 +37,7 @@ from ml_collections import ConfigDict
 def get_config(arg=""):
     config = ConfigDict()
     config.name = "tiny"
-    config.model = dict(layers=2, d_model=16, d_ff=32, heads=2, kv_heads=2, qk_norm=True, dtype="float32")
+    config.model = dict(layers=2, d_model=16, d_ff=32, heads=2, kv_heads=2, qk_norm="head", dtype="float32")
     needles = dict(pairs=1, queries=1, keys=4, values=4, filler_symbols=8, branches=2)
     config.data = dict(sources=[dict(source="needles", weight=1.0, options=needles)], tokenizer="bytes")
     adamw = dict(learning_rate=1e-2, warmup_steps=2)
@@ -65,14 +67,23 @@ def tiny(directory: Path, **overrides: Any) -> Config:
     return load_config(str(write_recipe(directory)), texts)
 
 
+def opened(config: Config, workdir: Path, devices: Sequence[Any] | None = None) -> Run:
+    """A run that is planned and opened, on one device unless told otherwise."""
+    return open_run(plan_here(config, devices or jax.devices()[:1]), workdir)
+
+
 def train(config: Config, workdir: Path, devices: Sequence[Any] | None = None) -> Path:
-    """What `pe_lab.train` does, on one device unless told otherwise; returns the last checkpoint."""
-    run = open_run(config, workdir, devices=devices or jax.devices()[:1])
-    last = None
+    """Trains all phases, and returns the last checkpoint."""
+    run, last = opened(config, workdir, devices), None
     for phase in run.phases:
-        last = train_phase(run, phase, last, Peak(0.0, "not measured"), Profiler())
+        last = train_phase(run, phase, last)
     assert last is not None
     return last
+
+
+def train_on_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets `pe_lab.fit` and `pe_lab.train.main` train on one device."""
+    monkeypatch.setattr(fit, "plan_here", functools.partial(plan_here, devices=jax.devices()[:1]))
 
 
 def start(argv: Sequence[str], cwd: Path, **environment: str) -> subprocess.Popen[str]:

@@ -15,21 +15,30 @@ from pages import ROOT
 
 # The Python interface: a page for each, of the packages and modules that define what is documented.
 API = {
-    "pe_lab": ("Models", ["pe_lab.language_model", "pe_lab.inspection"]),
+    "pe_lab": ("Models", ["pe_lab.language_model"]),
     "positional": ("Positional encodings", ["pe_lab.positional"]),
     "attention": ("Attention", ["pe_lab.attention"]),
     "model": ("The decoder", ["pe_lab.model"]),
     "data": (
         "Data",
         ["pe_lab.data.sources", "pe_lab.data.tokenizers", "pe_lab.data.preparation", "pe_lab.data.shards",
-         "pe_lab.data.windows", "pe_lab.data.mixture", "pe_lab.data.pipeline"],
+         "pe_lab.data.grain_data", "pe_lab.data.windows", "pe_lab.data.mixture", "pe_lab.data.pipeline"],
     ),
-    "training": ("Training", ["pe_lab.training", "pe_lab.recipes"]),
+    "training": (
+        "Training",
+        ["pe_lab.training.fit", "pe_lab.training.plan", "pe_lab.training.run", "pe_lab.training.loop",
+         "pe_lab.training.evaluators", "pe_lab.training.step", "pe_lab.training.optimizer", "pe_lab.recipes"],
+    ),
     "checkpoints": ("Checkpoints", ["pe_lab.checkpoints", "pe_lab.checkpoints.surgery"]),
     "evaluation": (
         "Evaluation", ["pe_lab.evaluation.measure", "pe_lab.evaluation.variants", "pe_lab.evaluation.tasks.task"]
     ),
-    "analysis": ("Analysis", ["pe_lab.analysis"]),
+    "analysis": (
+        "Analysis",
+        ["pe_lab.analysis.frequency_use", "pe_lab.analysis.heads", "pe_lab.analysis.logit_bounds",
+         "pe_lab.analysis.head_entropy", "pe_lab.analysis.positional_bias", "pe_lab.analysis.layers",
+         "pe_lab.analysis.knock_out", "pe_lab.analysis.analysis"],
+    ),
     "results": (
         "Results",
         ["pe_lab.results.records", "pe_lab.results.table", "pe_lab.results.scores", "pe_lab.results.statistics"],
@@ -68,11 +77,11 @@ def commands() -> str:
 
 def analyses() -> str:
     """A section for each analysis of `pe_lab.analyze`, with its options."""
-    from pe_lab.analyze import ANALYSES, DESCRIPTIONS
+    from pe_lab.analyze import ANALYSES
 
     parts = ["# Analyses\n", "`python -m pe_lab.analyze NAME`: what each analysis takes.\n"]
-    for name, analysis in {**DESCRIPTIONS, **ANALYSES}.items():
-        parts.append(f"## {name}\n\n{analysis.summary[:1].upper()}{analysis.summary[1:]}.\n\n")
+    for name, summary in ANALYSES.items():
+        parts.append(f"## {name}\n\n{summary[:1].upper()}{summary[1:]}.\n\n")
         parts.append(_help("analyze", f"{name}"))
     return "\n".join(parts)
 

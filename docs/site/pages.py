@@ -40,7 +40,7 @@ NAVIGATION = {
         "reference/api.md",
     ],
     "Explanation": ["docs/architecture.md", "docs/frequencies.md", "docs/inside.md", "docs/reliability.md"],
-    "Project": ["CONTRIBUTING.md", "docs/decisions.md", "docs/log.md", "benchmarks/README.md"],
+    "Project": ["CONTRIBUTING.md", "docs/decisions.md", "docs/compared.md", "docs/log.md", "benchmarks/README.md"],
 }
 
 

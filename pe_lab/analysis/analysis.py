@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pe_lab.errors import StoreError
+from pe_lab.errors import ConfigError, StoreError
 from pe_lab.parallel import is_first, on_first
 from pe_lab.results.findings import Arrays, Findings, packed
 from pe_lab.results.records import digest
@@ -23,18 +23,17 @@ Identity = Mapping[str, Any]  # of a part: what its numbers depend on
 class Analysis:
     """An analysis of `pe_lab.analyze`.
 
+    A module of `pe_lab.analysis` that measures models has a function `measure(lm, tokens, ...)`, which a notebook
+    calls, and this record as `ANALYSIS`. `pe_lab.analyze` lists it, with a line that says what it is.
+
     Attributes:
-      name: as in `name`.
-      summary: one line for --help.
       source: the papers' sections and figures.
       options: adds the analysis's own flags.
-      run: what it finds; it gets a `session.Session` if `models`, else the parsed command line. None: nothing was
-        measured (--dry-run), and nothing is written.
+      run: what it finds; it gets a `session.AnalysisSession` if `models`, else the parsed command line. None: nothing
+        was measured (--dry-run), or all is printed, and nothing is written.
       models: whether it measures models, named by `--from`.
     """
 
-    name: str
-    summary: str
     source: str
     options: Callable[[argparse.ArgumentParser], None]
     run: Callable[[Any], Findings | None]
@@ -93,3 +92,37 @@ class Parts:
         path = self.path(identity)
         write_file(path, packed(arrays), "Give another directory with --out.")
         self._fresh.add(path.name)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Numbers on a command line
+
+
+def number(option: str, text: str) -> float:
+    """A number such as 2, 0.5 or 1e4."""
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{option}: '{text}' is not a number.") from None
+
+
+def whole(option: str, text: str) -> int:
+    """A whole number such as 2048, 1e4 or 2k, which is 2048."""
+    thousands = text.lower().endswith("k")
+    value = number(option, text[:-1] if thousands else text) * (1024 if thousands else 1)
+    if not value.is_integer():
+        raise ConfigError(f"{option}: '{text}' is not a whole number.")
+    return int(value)
+
+
+def items(option: str, text: str) -> tuple[str, ...]:
+    """The parts of `a,b,c`."""
+    parts = tuple(part.strip() for part in text.split(","))
+    if not all(parts):
+        raise ConfigError(f"{option}: '{text}' has an empty place; separate the values with commas.")
+    return parts
+
+
+def numbers(option: str, text: str) -> tuple[float, ...]:
+    """The numbers of `1,0.5,1e4`."""
+    return tuple(number(option, part) for part in items(option, text))

@@ -16,13 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from pe_lab.analysis.analysis import Analysis
-from pe_lab.attention.capabilities import Request
+from pe_lab.attention.capabilities import AttentionRequest
 from pe_lab.attention.dispatch import IMPLEMENTATIONS, layer_request, reasons_against
+from pe_lab.config import from_dict
 from pe_lab.errors import ConfigError
 from pe_lab.model import Model, Params
 from pe_lab.model.encoding_check import CONFIG, LENGTH, Check, check
 from pe_lab.positional import HOOKS, Layer, Rope, Schedule, build_schedule, has, label, layers
-from pe_lab.positional.codec import build
 from pe_lab.positional.registry import ENCODINGS
 from pe_lab.results.findings import Findings
 from pe_lab.results.table import TextTable
@@ -60,7 +60,7 @@ def default_layers() -> tuple[list[Layer], list[str]]:
         if "original_length" in required:
             given["original_length"] = LENGTH
         if set(required) <= set(given):
-            found.append(Layer(build(kind, given, name)))
+            found.append(Layer(from_dict(kind, given, name)))
         else:
             left.append(name)
     return found + [layer for text in FURTHER for layer in layers(text, 1)], left
@@ -73,7 +73,7 @@ def kernels_of(layer: Layer) -> list[str]:
     for name in KERNELS:
         platforms = IMPLEMENTATIONS[name].capabilities.platforms
         # Whether a package is installed here says nothing about the encoding.
-        one: Request = layer_request(structure, (8, 4, 64), "bfloat16", 4096, backward=True, partial=False)
+        one: AttentionRequest = layer_request(structure, (8, 4, 64), "bfloat16", 4096, backward=True, partial=False)
         against = reasons_against(name, one._replace(platform=platforms[0]))
         if not [reason for reason in against if "installed" not in reason and "does not work with" not in reason]:
             found.append(name)
@@ -86,7 +86,7 @@ def _kernels_text(layer: Layer) -> str:
 
 
 def row(layer: Layer, found: Sequence[Check], with_cost: bool) -> tuple[str, ...]:
-    """One line of the table. A claim that its check did not show has an exclamation mark."""
+    """One line of the table. A declared property that its check did not show has an exclamation mark."""
     by_name = {one.name: one for one in found}
 
     def cell(name: str) -> str:
@@ -156,7 +156,7 @@ def _loss(model: Model, schedule: Schedule, params: Params, batch: Any) -> jax.A
 
 
 def failures(layer: Layer, found: Sequence[Check]) -> list[str]:
-    """A sentence for each claim that does not hold."""
+    """A sentence for each declared property that does not hold."""
     return [
         f"{label(layer)}: {one.name} FAILS: it {'says so' if one.claimed else 'must be'}, and the check finds "
         f"{one.detail or 'otherwise'}."
@@ -213,8 +213,6 @@ def write_table(path: Path, rows: Sequence[Sequence[str]]) -> None:
 
 
 ANALYSIS = Analysis(
-    "check",
-    "whether encodings are what they say: causal, relative, exact under a cache, ...; and what they cost",
     "pe_lab.positional.hooks",
     _options,
     _run,

@@ -13,10 +13,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from pe_lab.analysis.layers import PROTOCOL, edited_layers, greedy_order
-from pe_lab.analysis.layers_findings import Place
-from pe_lab.analysis.losses import EditedLosses, mean_loss
-from pe_lab.analysis.session import Session, open_session
+from pe_lab.analysis.losses import EditedLosses, EditPlace, edited_layers, greedy_order, mean_loss
+from pe_lab.analysis.session import AnalysisSession, open_session
 from pe_lab.errors import ConfigError
 from pe_lab.positional import Layer, drop
 from pe_lab.results.statistics import interval
@@ -45,7 +43,7 @@ class DropChoice(NamedTuple):
 
 
 def choose_layers(
-    session: Session,
+    session: AnalysisSession,
     budget: float,
     search: Search = "greedy",
     most: int | None = None,
@@ -74,11 +72,11 @@ def choose_layers(
         raise ConfigError(f"{total} sequences are too few to choose layers on one half and price them on the other.")
     edges = np.array([0, length])
     identity = {"checkpoint": variant.subject.id}
-    losses = EditedLosses(session, PROTOCOL, identity, variant.at(length), sequences, edges)
+    losses = EditedLosses(session, identity, variant.at(length), sequences, edges)
     choosing, pricing = range(0, total, 2), range(1, total, 2)
 
     def layers(dropped: Sequence[int]) -> tuple[Layer, ...]:
-        return edited_layers(before, after, [Place(n, None) for n in dropped])
+        return edited_layers(before, after, [EditPlace(n, None) for n in dropped])
 
     def loss(dropped: Sequence[int], tried: Sequence[int], indices: Sequence[int]) -> np.ndarray:
         """[C, S]: the loss of each sequence with each candidate dropped beside those dropped already."""
@@ -109,7 +107,9 @@ def choose_layers(
     return DropChoice(tuple(order[:within]), tuple(order), tuple(costs), sensitivities, float(whole.mean()))
 
 
-def session_of(source: str, text: str | None, length: str | None, sequences: int, out: AnyPath | None) -> Session:
+def session_of(
+    source: str, text: str | None, length: str | None, sequences: int, out: AnyPath | None
+) -> AnalysisSession:
     """A session of one checkpoint on held-out text, or on a text, which keeps what it measures in `out`."""
     given = dict(source=source, steps=None, methods=None, positional=[], init=None, again=False)
     given |= dict(text=text, length=length, sequences=sequences)

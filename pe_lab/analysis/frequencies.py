@@ -7,21 +7,24 @@ et al. 2025; the factor gamma_m between a pair's frequency under a scaling and w
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
+from pe_lab.analysis.analysis import Analysis, items, number, numbers, whole
 from pe_lab.errors import ConfigError, did_you_mean
 from pe_lab.positional import Layer, PartialRope, Rope, Yarn, frequencies, to_json
 from pe_lab.positional.scalings import SCALINGS
-from pe_lab.results.figures import Line, LineCharts
+from pe_lab.results.figures import Figure, Line, LineCharts
+from pe_lab.results.findings import Findings
 from pe_lab.results.formatting import size_text
-from pe_lab.terminal import table
+from pe_lab.results.table import TextTable
 
 # The display name of a scaling by its name in recipes.
 METHODS = {
@@ -149,7 +152,7 @@ class Numbers:
         }
 
 
-def analysis(settings: Settings) -> Numbers:
+def compute(settings: Settings) -> Numbers:
     """Computes every number of the three figures.
 
     Raises:
@@ -191,75 +194,63 @@ def incomplete_pairs(inv_freq: Float[np.ndarray, " R"], length: int) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Figures and tables
+# The analysis
 
 
-def figures(numbers: Numbers) -> list[LineCharts]:
-    """DroPE's Figures 6 (one factor) and 11 (several), and Partial RoPE's Figure 1."""
-    settings = numbers.settings
-    described = f"{settings.head_dim} channels, base {settings.base:,.10g}, trained on {settings.length:,} tokens"
-    pairs = np.arange(settings.head_dim / 2)
-
-    def panel(factor: float) -> tuple[Line, ...]:
-        return tuple(Line(one.label, pairs, np.array(one.gamma)) for one in numbers.scaling if one.factor == factor)
-
-    def scaling(name: str, title: str, factors: Sequence[float]) -> LineCharts:
-        panels = tuple((f"s = {factor:g}", panel(factor)) for factor in factors)
-        return LineCharts(
-            name,
-            f"RoPE's frequencies under each scaling{title} ({described})",
-            "",
-            panels,
-            "pair of channels, from the fastest to the slowest",
-            "new frequency / old frequency",
-            y_limits=(0.0, 1.06),
-        )
-
-    first, *_ = settings.factors
-    lines = [
-        Line(
-            f"{curve.label}: {curve.rotated_channels} channels",
-            np.array(CACHE_LENGTHS, np.float64),
-            np.array(curve.bytes if curve.rotated_channels else [np.nan] * len(CACHE_LENGTHS), np.float64),
-        )
-        for curve in sorted(numbers.cache, key=lambda curve: -curve.fraction)
-    ]
-    cache = LineCharts(
-        "rotation_cache",
-        f"A stored rotary cache, by the share of {settings.cache_head_dim} channels that rotates",
-        "",
-        (("", tuple(lines)),),
-        "longest sequence, tokens (4k = 4,096)",
-        "size of the stored sines and cosines",
-        log_x=True,
-        log_y=True,
-        x_unit="length",
-        y_unit="bytes",
-        x_ticks=(2.0**12, 2.0**14, 2.0**16, 2.0**18, 2.0**20, 2.0**22, 1e7),
-    )
-    alone = scaling("frequency_scaling", f" at s = {first:g}", settings.factors[:1])
-    return [alone, scaling("frequency_scaling_by_factor", "", settings.factors), cache]
+OPTIONS = {  # option -> how its text is read, its default, and its help
+    "--head-dim": (whole, "64", "channels of a head (default: %(default)s)"),
+    "--base": (number, "1e4", "RoPE's base (default: %(default)s)"),
+    "--length": (whole, "2048", "training length in tokens (default: %(default)s)"),
+    "--factors": (numbers, "2,3,4", "scaling factors s (default: %(default)s); the first is also drawn alone"),
+    "--methods": (items, "pi,ntk,yarn", f"of {', '.join(METHODS)} (default: %(default)s)"),
+    "--cache-head-dim": (whole, "256", "channels of a head, for the cache (default: %(default)s)"),
+    "--fractions": (numbers, "0.01,0.1,0.25,0.5,0.75,1", "shares that rotate there (default: %(default)s)"),
+}
 
 
-def tables(numbers: Numbers) -> str:
-    """The numbers at chosen pairs and lengths, as two tables of plain text."""
+def _options(parser: argparse.ArgumentParser) -> None:
+    for option, (_, default, help) in OPTIONS.items():
+        parser.add_argument(option, default=default, help=help)
+
+
+def _run(args: argparse.Namespace) -> Findings:
+    settings = {}
+    for option, (parse, *_) in OPTIONS.items():
+        name = option.removeprefix("--").replace("-", "_")
+        settings[name] = parse(option, getattr(args, name))
+    found = compute(Settings(**settings))
+    written = json.dumps(found.to_json(), allow_nan=False) + "\n"
+    return Findings((), tables(found), figures(found), files={"frequencies.json": written.encode()})
+
+
+def tables(numbers: Numbers) -> tuple[TextTable, TextTable]:
+    """The numbers at chosen pairs and lengths."""
     settings = numbers.settings
     pairs = telling_pairs(settings)
-    head = ("s", "method", "cos, sin x", *(f"pair {pair}" if pair == pairs[0] else str(pair) for pair in pairs))
-    rows = [
+    header = ("s", "method", "cos, sin x", *(f"pair {pair}" if pair == pairs[0] else str(pair) for pair in pairs))
+    rows = tuple(
         (f"{curve.factor:g}", curve.label, f"{curve.attention_factor:.6f}", *(f"{curve.gamma[n]:.4f}" for n in pairs))
         for curve in numbers.scaling
-    ]
+    )
     shown = [CACHE_LENGTHS.index(length) for length in (2**12, 2**15, 2**17, 2**20, 10_000_000)]
-    cache_head = ("rotated", "channels", *(f"{CACHE_LENGTHS[i]:,}" for i in shown))
-    cache = [
+    cache_header = ("rotated", "channels", *(f"{CACHE_LENGTHS[i]:,}" for i in shown))
+    cache = tuple(
         (part.label, str(part.rotated_channels), *(size_text(part.bytes[i]) for i in shown)) for part in numbers.cache
-    ]
+    )
     return (
-        f"new frequency / old frequency: {settings.head_dim} channels, base {settings.base:g}, trained on "
-        f"{settings.length:,} tokens; pair 0 rotates fastest\n{table(head, rows, words=0)}\n\n"
-        f"bytes of a float32 cache of sines and cosines by length in tokens: {settings.cache_head_dim} channels\n"
-        f"{table(cache_head, cache, words=0)}"
+        TextTable(
+            f"New frequency / old frequency: {settings.head_dim} channels, base {settings.base:g}, trained on "
+            f"{settings.length:,} tokens; pair 0 rotates fastest",
+            header,
+            rows,
+            words=0,
+        ),
+        TextTable(
+            f"Bytes of a float32 cache of sines and cosines by length in tokens: {settings.cache_head_dim} channels",
+            cache_header,
+            cache,
+            words=0,
+        ),
     )
 
 
@@ -270,3 +261,57 @@ def telling_pairs(settings: Settings) -> list[int]:
     low, high = (int(min(max(bound, 0), pairs)) for bound in bounds)
     chosen = {0, 1, low, low + 1, low + 2, pairs // 2 - 1, high - 1, high, pairs - 2, pairs - 1}
     return sorted(pair for pair in chosen if 0 <= pair < pairs)
+
+
+def figures(numbers: Numbers) -> tuple[Figure, ...]:
+    """DroPE's Figures 6 (the first factor) and 11 (all factors), and Partial RoPE's Figure 1."""
+    settings = numbers.settings
+    pairs = np.arange(settings.head_dim // 2, dtype=np.float64)
+    described = f"{settings.head_dim} channels, base {settings.base:,.10g}, trained on {settings.length:,} tokens."
+    panels = []
+    for factor in settings.factors:
+        curves = [curve for curve in numbers.scaling if curve.factor == factor]
+        panels.append((f"s = {factor:g}", tuple(Line(one.label, pairs, np.array(one.gamma)) for one in curves)))
+
+    def scalings(name: str, some: tuple[tuple[str, tuple[Line, ...]], ...], source: str) -> LineCharts:
+        return LineCharts(
+            name,
+            "RoPE's frequencies under each scaling",
+            f"{described} {source}.",
+            some,
+            "pair of channels, from the fastest to the slowest",
+            "new frequency / old frequency",
+            y_limits=(0.0, 1.06),
+        )
+
+    lengths = np.array(CACHE_LENGTHS, np.float64)
+    cache = [
+        Line(f"{one.label}: {one.rotated_channels} channels", lengths, np.array(one.bytes, np.float64))
+        for one in sorted(numbers.cache, key=lambda one: -one.fraction)
+        if one.rotated_channels  # a logarithmic axis has no place for 0
+    ]
+    return (
+        scalings("frequency_scaling", tuple(panels[:1]), "DroPE, Figure 6"),
+        scalings("frequency_scaling_by_factor", tuple(panels), "DroPE, Figure 11"),
+        LineCharts(
+            "rotation_cache",
+            f"A stored rotary cache, by the share of {settings.cache_head_dim} channels that rotates",
+            "Sines and cosines in float32 (Partial RoPE, Figure 1).",
+            (("", tuple(cache)),),
+            "longest sequence, tokens",
+            "bytes",
+            log_x=True,
+            log_y=True,
+            x_unit="length",
+            y_unit="bytes",
+            x_ticks=(2.0**12, 2.0**14, 2.0**16, 2.0**18, 2.0**20, 2.0**22, 1e7),
+        ),
+    )
+
+
+ANALYSIS = Analysis(
+    "DroPE, Figures 6 and 11; Partial RoPE, Figure 1",
+    _options,
+    _run,
+    models=False,
+)

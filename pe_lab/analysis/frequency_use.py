@@ -7,22 +7,115 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
 from pe_lab.analysis.analysis import Analysis
-from pe_lab.analysis.channel_pairs import BAND_NAMES, BANDS, bands, frequency_use
 from pe_lab.analysis.sequences import Sequences, add_arguments
-from pe_lab.analysis.session import Session
+from pe_lab.analysis.session import AnalysisSession
+from pe_lab.attention import LayerEncoding, attention
+from pe_lab.attention.hooks import refuse_hooks
+from pe_lab.attention.layer_encoding import encode_keys, encode_queries
+from pe_lab.attention.statistics import ArrayLike
 from pe_lab.errors import ConfigError
 from pe_lab.evaluation.variants import Variant
-from pe_lab.language_model import LanguageModel
+from pe_lab.language_model import LanguageModel, Tokens
+from pe_lab.model.layer_pass import LayerView, checked_layers
 from pe_lab.results.figures import Figure, HeatMaps, Line, LineCharts, layer_names
 from pe_lab.results.findings import Findings
 from pe_lab.results.statistics import interval
 from pe_lab.results.table import TextTable
+
+BANDS = 4  # of pairs, from the fastest to the slowest
+BAND_NAMES = ("fastest quarter", "second", "third", "slowest quarter")
+
+
+class FrequencyUse(NamedTuple):
+    """The use of each pair of channels, by sequence, layer and head; means over the tokens of a sequence.
+
+    Attributes:
+      inv_freq: [L, H, R] radians per token; 0 for a pair that does not rotate.
+      query, key, value: 2-norms of each pair. Values are not rotated; their pairs are for comparison (D.2).
+      attended: each pair's part of the mean logit of the attended keys: sum over keys of weight * part.
+      average: the same for equal weights on all visible keys. `attended - average` adds up over pairs to what makes
+        attended keys stand out.
+    """
+
+    inv_freq: Float[np.ndarray, "L H R"]
+    query: Float[np.ndarray, "B L H R"]
+    key: Float[np.ndarray, "B L G R"]
+    value: Float[np.ndarray, "B L G R"]
+    attended: Float[np.ndarray, "B L H R"]
+    average: Float[np.ndarray, "B L H R"]
+
+
+def measure(lm: LanguageModel, tokens: Tokens, layers: Sequence[int] | None = None, **places: Any) -> FrequencyUse:
+    """The use of the rotary frequencies on a batch of sequences.
+
+    By Cauchy-Schwarz, a pair adds at most the product of its norms in query and key to a logit (section 4). Time is
+    about that of two forward passes, and memory linear in the length.
+
+    Args:
+      tokens: as `lm.logits` takes them.
+      layers: None: all.
+      places: `segments` and `positions` of the tokens, for packed documents.
+
+    Raises:
+      UserError: a layer that does not exist.
+    """
+    ids = lm.sequences(tokens)
+    chosen = checked_layers(lm.config.layers, layers)
+    found = lm.layer_pass(ids, _of_layer, chosen, **places)
+    stacked = [np.stack(arrays, 1) for arrays in zip(*found, strict=True)]
+    return FrequencyUse(np.asarray(lm.schedule_for(ids.shape[1]).inv_freq)[list(chosen)], *stacked)
+
+
+def pair_norms(x: Float[jax.Array, "B T heads K"]) -> Float[jax.Array, "B heads R"]:
+    """The 2-norm of each pair of channels, mean over tokens, float32. Pair i is channels i and i + K/2."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.sqrt(first**2 + second**2).mean(1)
+
+
+def by_pair(x: Float[jax.Array, "... K"], y: Float[jax.Array, "... K"]) -> Float[jax.Array, "... R"]:
+    """Each pair's part of the dot product of x and y, float32."""
+    product = x.astype(jnp.float32) * y.astype(jnp.float32)
+    first, second = jnp.split(product, 2, axis=-1)
+    return first + second
+
+
+def _of_layer(view: LayerView, data: Any) -> tuple[jax.Array, ...]:
+    encoding, H, G = view.encoding, view.query.shape[2], view.key.shape[2]
+    refuse_hooks(encoding.hooks, "The use of frequencies is measured")
+    query = encode_queries(view.query, encoding, G)
+    keys = encode_keys(view.key, encoding, H)
+    common = dict(positions=view.positions, segments=view.segments, window=view.window)
+    run = dict(implementation="chunked", chunk=view.block, backward=False, **common)
+    # Attention whose values are the rotated keys: the mean attended key of every query.
+    raw = jnp.repeat(view.key, keys.shape[2] // G, axis=2)
+    attended = attention(view.query, raw, keys, encoding, **run)
+    if view.window is None and view.segments is None:
+        count = jnp.arange(1, keys.shape[1] + 1, dtype=jnp.float32)[None, :, None, None]
+        average = jnp.cumsum(keys.astype(jnp.float32), axis=1) / count
+        average = jnp.repeat(average, H // keys.shape[2], axis=2)
+    else:
+        average = attention(jnp.zeros_like(view.query), raw, keys, LayerEncoding(), **run)
+    scale = encoding.scale(query.shape[-1])
+    parts = (scale * by_pair(query, mean).mean(1) for mean in (attended, average))
+    return pair_norms(view.query), pair_norms(view.key), pair_norms(view.value), *parts
+
+
+def bands(values: Float[ArrayLike, "*axes R"]) -> Float[ArrayLike, "*axes 4"]:
+    """Sums over four bands of pairs, from the fastest to the slowest."""
+    np_ = jnp if isinstance(values, jax.Array) else np
+    return np_.stack([part.sum(-1) for part in np_.array_split(values, BANDS, axis=-1)], -1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The analysis
 
 PROTOCOL = "frequency_use-1"
 
@@ -33,7 +126,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", help="LAYER.HEAD,... to draw alone too, such as 1.5,27.8")
 
 
-def _run(session: Session) -> Findings:
+def _run(session: AnalysisSession) -> Findings:
     rotating = [_rotates(session, variant) for variant in session.variants]
     if not any(rotating):
         raise ConfigError(
@@ -42,11 +135,11 @@ def _run(session: Session) -> Findings:
         )
     drawn = [session.heads(variant.lm) for variant in session.variants]
 
-    def measure(lm: LanguageModel, batch: Sequences) -> dict[str, Any]:
-        used = frequency_use(lm, batch.tokens, session.layers(lm), segments=batch.segments, positions=batch.positions)
+    def of_batch(lm: LanguageModel, batch: Sequences) -> dict[str, Any]:
+        used = measure(lm, batch.tokens, session.layers(lm), segments=batch.segments, positions=batch.positions)
         return {name: value for name, value in used._asdict().items() if name != "inv_freq"}
 
-    measured = session.measure(PROTOCOL, measure, session.arguments.layers)
+    measured = session.measure(PROTOCOL, of_batch, session.arguments.layers)
     numbers: dict[str, np.ndarray] = {}
     figures: list[Figure] = []
     rows, sentences = [], []
@@ -80,7 +173,7 @@ def _run(session: Session) -> Findings:
     return Findings(tuple(sentences), (table,), tuple(figures), numbers, shapes)
 
 
-def _rotates(session: Session, variant: Variant) -> bool:
+def _rotates(session: AnalysisSession, variant: Variant) -> bool:
     schedule = variant.at(session.length).schedule_for(session.length)
     return bool(np.any(np.asarray(schedule.inv_freq)[list(session.layers(variant.lm))] > 0))
 
@@ -233,8 +326,6 @@ def _pair_name(index: int, frequency: float) -> str:
 
 
 ANALYSIS = Analysis(
-    "frequency_use",
-    "which frequencies heads use: norms of each pair of channels, and its part in the logits",
     "p-RoPE, section 4, Figures 3, 4, 6, 7b and D.2",
     _options,
     _run,

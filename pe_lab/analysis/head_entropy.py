@@ -1,7 +1,22 @@
-"""Entropies of heads (DoPE): their spectra at three stages, and files of scores for `pe_lab.surgery --mask-heads`.
+"""The spectra of heads: how many directions the queries and keys of each head fill, and scores to choose heads by.
 
-DoPE (Xiong et al. 2025), section 4.3 and section 5.1, Tables 1 to 4. `pe_lab.analysis.head_spectra` tells how the paper
-is read where it leaves something open.
+DoPE (Xiong et al. 2025), section 4.3, eq. 12 and 23 to 30, and section 5.1. Where the paper leaves something open:
+
+- A band is a pair of channels, here i and i + K/2. Its Gram matrix is 2 x 2, so eq. 30 on a band has no r above 2 and
+  is 1 for r = 1. The truncated effective rank is therefore that of the head's whole K x K Gram matrix, as section 5.5
+  has it ("their full 128 hidden-dimensional eigenvalues"); r from K on is the whole spectrum.
+- "Full" of the tables: by their caption it is the "vanilla matrix entropy", the mean over bands of eq. 26, here
+  `vanilla`. Eq. 30 without truncation is `full`. They are different numbers.
+- r = 1: eq. 30 is 1 for every head, and the paper calls it "equivalent to the spectral norm". `1` is tr / sigma_max,
+  the inverse of the largest eigenvalue of the trace-normalized Gram matrix. It is an effective rank, too (of Renyi's
+  order infinity; 1 <= 1 / lambda_1 <= rho^full): a spiky head scores low, as under eq. 29 and 30, and the orders mean
+  the same as for other r. `spectral_norm` is the paper's words, sigma_max of the Gram matrix (for each token): there
+  a spiky head scores high, and so does one with large queries or keys.
+- Stages. A change of frequencies alone changes no vector before its rotation. `pre_ntk` measures the unrotated vectors
+  of the model as trained, `post_ntk` the unrotated vectors of the model under the scaling, whose layers have read
+  hidden states that earlier scaled layers made, and `post_rope` the rotated vectors under the scaling.
+- "Query and key jointly" (`both`): the Gram matrix of all queries and keys together, each side scaled to trace 1. The
+  size of queries can be exchanged for that of keys without a change of the model; this score does not depend on it.
 """
 
 from __future__ import annotations
@@ -10,44 +25,243 @@ import argparse
 import dataclasses
 import itertools
 import json
+import re
 import shlex
 from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import scipy.stats
-from jaxtyping import Float
+from jaxtyping import Array, Float, Int
 
 from pe_lab.analysis.analysis import Analysis
-from pe_lab.analysis.head_spectra import (
-    INDICATORS,
-    RANKS,
-    STAGES,
-    HeadEntropy,
-    choice,
-    head_entropy,
-    rank_name,
-    select,
-    spectra_of,
-)
 from pe_lab.analysis.sequences import Sequences, add_arguments
-from pe_lab.analysis.session import Session
-from pe_lab.checkpoints.weights import weights_digest
-from pe_lab.errors import redacted
+from pe_lab.analysis.session import AnalysisSession
+from pe_lab.attention.layer_encoding import encode_keys, encode_queries
+from pe_lab.checkpoints.checkpoint import weights_digest
+from pe_lab.errors import ConfigError, did_you_mean, redacted
 from pe_lab.evaluation.variants import Variant
-from pe_lab.language_model import LanguageModel
+from pe_lab.language_model import LanguageModel, Tokens
+from pe_lab.model.layer_pass import LayerView, checked_layers, hook_encoded
 from pe_lab.positional import label_layers
 from pe_lab.results.figures import Figure, HeatMaps, Line, LineCharts, layer_names
 from pe_lab.results.findings import Findings
 from pe_lab.results.statistics import interval
 from pe_lab.results.table import TextTable
 
-__all__ = ["ANALYSIS", "HeadEntropy", "head_entropy", "measure_heads"]
+INDICATORS = ("query", "key", "both")
+STAGES = ("pre_ntk", "post_ntk", "post_rope")
+RANKS = ("vanilla", "1", "2", "4", "8", "16", "32", "full", "spectral_norm")
+
+
+class HeadEntropy(NamedTuple):
+    """The spectra of B sequences in L layers, for query heads; those that share a key head have its numbers.
+
+    A matrix of zeros has entropy 0.
+
+    Attributes:
+      band_entropy: [B, L, H, R] matrix entropy of each band's Gram matrix, nats in 0 .. ln 2 (eq. 25).
+      spectrum: [B, L, H, K] eigenvalues of the head's Gram matrix divided by its trace, the largest first.
+      power: [B, L, H] the trace of the Gram matrix for each token; NaN for `both`, which has no scale.
+    """
+
+    band_entropy: Float[np.ndarray, "B L H R"]
+    spectrum: Float[np.ndarray, "B L H K"]
+    power: Float[np.ndarray, "B L H"]
+
+    @property
+    def entropy(self) -> Float[np.ndarray, "B L H"]:
+        """The mean over bands (eq. 26)."""
+        return self.band_entropy.mean(-1)
+
+    def effective_rank(self, r: int | None = None) -> Float[np.ndarray, "B L H"]:
+        """The effective rank of the r largest eigenvalues (eq. 30), in 1 .. r; None: of all."""
+        kept = self.spectrum[..., :r]
+        return np.exp(_entropy(kept / np.maximum(kept.sum(-1, keepdims=True), np.finfo(kept.dtype).tiny)))
+
+    def score(self, rank: str) -> Float[np.ndarray, "B L H"]:
+        """The score of `vanilla` (e_h, eq. 27), a number r, `full` or `spectral_norm`; see the module's docstring."""
+        if rank == "vanilla":
+            return np.exp(self.entropy)
+        if rank == "spectral_norm":
+            return self.spectrum[..., 0] * self.power
+        if rank == "1":
+            return 1 / np.where(self.spectrum[..., 0] > 0, self.spectrum[..., 0], 1)
+        return self.effective_rank(None if rank == "full" else int(rank))
+
+
+def measure(
+    lm: LanguageModel,
+    tokens: Tokens,
+    layers: Sequence[int] | None = None,
+    indicator: str = "key",
+    stage: str = "post_ntk",
+    lengths: Int[Array | np.ndarray, " B"] | None = None,
+    **places: Any,
+) -> HeadEntropy:
+    """The spectra of the Gram matrices of a batch of sequences (eq. 23 to 26).
+
+    Memory is linear in the length: Gram matrices add up block by block, in float32.
+
+    Args:
+      lm: the model under a scaling. `pre_ntk` measures its checkpoint's own encodings instead.
+      tokens: as `lm.logits` takes them.
+      layers: None: all.
+      indicator: query, key, or both.
+      stage: pre_ntk, post_ntk or post_rope.
+      lengths: tokens of each sequence that count, from its first; None: all.
+      places: `segments` and `positions` of the tokens, for packed documents.
+
+    Raises:
+      UserError: a layer, an indicator or a stage that does not exist.
+    """
+    check_name("indicator", indicator, INDICATORS)
+    check_name("stage", stage, STAGES)
+    if stage == "pre_ntk":
+        lm = dataclasses.replace(lm, layers=lm.checkpoint.layers)
+    measured = spectra_of(lm, tokens, layers, lengths, places)
+    return select(measured, indicator, stage)
+
+
+def choice(option: str, text: str) -> tuple[str, str, str]:
+    """INDICATOR, STAGE and RANK of `key:post_ntk:16`.
+
+    Raises:
+      ConfigError: one of them does not exist.
+    """
+    parts = tuple(part.strip() for part in text.split(":"))
+    if len(parts) != 3:
+        raise ConfigError(f"{option}={text}: write INDICATOR:STAGE:RANK, such as key:post_ntk:full.")
+    indicator, stage, rank = parts
+    check_name(option, indicator, INDICATORS)
+    check_name(option, stage, STAGES)
+    return indicator, stage, checked_rank(option, rank, indicator)
+
+
+def checked_rank(option: str, rank: str, indicator: str = "") -> str:
+    """A rank: a whole number from 1, or a name of `RANKS`; else `ConfigError`."""
+    if not (re.fullmatch("[0-9]{1,9}", rank) and int(rank) >= 1):
+        check_name(option, rank, [name for name in RANKS if not name.isdecimal()])
+    if rank == "spectral_norm" and indicator == "both":
+        raise ConfigError(f"{option}: queries and keys together have no spectral norm. Take query or key.")
+    return str(int(rank)) if rank.isdecimal() else rank
+
+
+def rank_name(rank: str) -> str:
+    """A rank in names of files and tables, such as trunc_16."""
+    return f"trunc_{rank}" if rank.isdecimal() else rank
+
+
+def check_name(option: str, name: str, allowed: Sequence[str]) -> None:
+    if name not in allowed:
+        raise ConfigError(f"{option}: there is no '{name}'. {did_you_mean(name, allowed)}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Gram matrices and their spectra
+
+
+def gram(x: Float[Array, "B T heads K"], lengths: Int[Array, " B"], block: int) -> Float[Array, "B heads K K"]:
+    """The sum of outer products over the first `lengths` tokens (eq. 23 for all bands together), float32."""
+    B, T, heads, K = x.shape
+    block = min(block, T)
+
+    def add(total: jax.Array, first: jax.Array) -> tuple[jax.Array, None]:
+        start = jnp.minimum(first, T - block)  # the last block begins earlier, and skips what was counted
+        at = start + jnp.arange(block)
+        counted = (at >= first) & (at < lengths[:, None])
+        part = jax.lax.dynamic_slice_in_dim(x, start, block, axis=1).astype(jnp.float32)
+        part = jnp.where(counted[:, :, None, None], part, 0)
+        return total + jnp.einsum("bthk,bthl->bhkl", part, part, precision="highest"), None
+
+    return jax.lax.scan(add, jnp.zeros((B, heads, K, K), jnp.float32), jnp.arange(0, T, block))[0]
+
+
+def _grams(view: LayerView, lengths: Int[Array, " B"]) -> tuple[jax.Array, ...]:
+    H, G = view.query.shape[2], view.key.shape[2]
+    query, key = hook_encoded(view)
+    query = encode_queries(query, view.encoding, G)
+    key = encode_keys(key, view.encoding, H)
+    return tuple(gram(x, lengths, view.block) for x in (view.query, view.key, query, key))
+
+
+def spectra_of(
+    lm: LanguageModel, tokens: Tokens, layers: Sequence[int] | None, lengths: Any, places: Mapping[str, Any]
+) -> dict[str, np.ndarray]:
+    """The fields of `HeadEntropy` by indicator, before and after the rotation: `key_rotated_spectrum` and so on."""
+    ids = lm.sequences(tokens)
+    chosen = checked_layers(lm.config.layers, layers)
+    counted = np.full(len(ids), ids.shape[1], np.int32) if lengths is None else np.asarray(lengths, np.int32)
+    found: list[dict[str, np.ndarray]] = []
+    for query, key, rotated_query, rotated_key in lm.layer_pass(ids, _grams, chosen, counted, **places):
+        of_layer = {}
+        for form, pair in (("unrotated", (query, key)), ("rotated", (rotated_query, rotated_key))):
+            for indicator, spectra in _spectra(*pair, counted).items():
+                of_layer |= {f"{indicator}_{form}_{name}": x for name, x in spectra._asdict().items()}
+        found.append(of_layer)
+    return {name: np.stack([one[name] for one in found], 1) for name in found[0]}
+
+
+def select(measured: Mapping[str, np.ndarray], indicator: str, stage: str) -> HeadEntropy:
+    """An indicator's spectra at a stage, out of those that `spectra_of` measured in that stage's model."""
+    form = "rotated" if stage == "post_rope" else "unrotated"
+    return HeadEntropy(*(measured[f"{indicator}_{form}_{name}"] for name in HeadEntropy._fields))
+
+
+def _spectra(
+    query: Float[np.ndarray, "B H K K"], key: Float[np.ndarray, "B heads K K"], tokens: Int[np.ndarray, " B"]
+) -> dict[str, HeadEntropy]:
+    """The spectra of one layer by indicator; their fields have no axis of layers."""
+    H = query.shape[1]
+    traces, wholes, bands = [], [], []
+    for matrix in (query.astype(np.float64), np.repeat(key.astype(np.float64), H // key.shape[1], axis=1)):
+        traces.append(np.trace(matrix, axis1=-2, axis2=-1))
+        wholes.append(_over(matrix, traces[-1][..., None, None]))
+        bands.append(_bands(matrix))
+    wholes.append((wholes[0] + wholes[1]) / 2)
+    bands.append((bands[0] + bands[1]) / 2)
+    powers = [trace / tokens[:, None] for trace in traces]
+    powers.append(np.full_like(powers[0], np.nan))
+    found = {}
+    for indicator, whole, band, power in zip(INDICATORS, wholes, bands, powers, strict=True):
+        # Eigenvalues of [[a, b], [b, d]] with a + d = 1: a half, plus and minus the radius.
+        radius = np.hypot((band[..., 0] - band[..., 1]) / 2, band[..., 2])
+        half = band[..., :2].sum(-1) / 2
+        pairs = np.stack([half + radius, half - radius], -1)
+        values = np.linalg.eigvalsh(whole)[..., ::-1]
+        found[indicator] = HeadEntropy(_entropy(pairs), np.maximum(values, 0), power)
+    return found
+
+
+def _bands(matrix: Float[np.ndarray, "B H K K"]) -> Float[np.ndarray, "B H R 3"]:
+    """a, d and b of each band's [[a, b], [b, d]], divided by a + d (eq. 24)."""
+    R = matrix.shape[-1] // 2
+    first, second = np.arange(R), np.arange(R) + R
+    parts = np.stack([matrix[..., first, first], matrix[..., second, second], matrix[..., first, second]], -1)
+    return _over(parts, parts[..., :2].sum(-1, keepdims=True))
+
+
+def _over(x: np.ndarray, total: np.ndarray) -> np.ndarray:
+    """x / total, 0 where the total is."""
+    return np.divide(x, total, out=np.zeros_like(x), where=np.broadcast_to(total, x.shape) > 0)
+
+
+def _entropy(shares: Float[np.ndarray, "... n"]) -> Float[np.ndarray, "..."]:
+    """-sum p ln p over the last axis."""
+    p = np.clip(shares, 0, 1)
+    return 0 - (p * np.log(np.where(p > 0, p, 1))).sum(-1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The analysis, and files of scores for `pe_lab.surgery --mask-heads`
 
 PROTOCOL = "head_entropy-1"
 SHOWN = 5  # heads at either end of the table
 
 
-def measure_heads(session: Session, sequences: Sequences | None = None) -> list[dict[str, HeadEntropy]]:
+def measure_heads(session: AnalysisSession, sequences: Sequences | None = None) -> list[dict[str, HeadEntropy]]:
     """For each variant, its entropies by criterion, such as `post_ntk_key`, on all sequences.
 
     Variants of one checkpoint share the measurement of the model as trained.
@@ -62,13 +276,13 @@ def measure_heads(session: Session, sequences: Sequences | None = None) -> list[
     for variant in (*trained, *session.variants):
         models.setdefault(identity(variant), variant)
 
-    def measure(lm: LanguageModel, batch: Sequences) -> dict[str, np.ndarray]:
+    def of_batch(lm: LanguageModel, batch: Sequences) -> dict[str, np.ndarray]:
         places = {"segments": batch.segments, "positions": batch.positions}
         found = spectra_of(lm, batch.tokens, None, batch.lengths, places)
         return {name: x.astype(np.float32) for name, x in found.items()}
 
     inner = dataclasses.replace(session, variants=[*models.values()], names=[v.label for v in models.values()])
-    measured = dict(zip(models, inner.measure(PROTOCOL, measure, None, sequences), strict=True))
+    measured = dict(zip(models, inner.measure(PROTOCOL, of_batch, None, sequences), strict=True))
     session.reused = inner.reused
     return [
         {
@@ -78,10 +292,6 @@ def measure_heads(session: Session, sequences: Sequences | None = None) -> list[
         }
         for variant, own in zip(session.variants, trained, strict=True)
     ]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The analysis
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
@@ -95,7 +305,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _run(session: Session) -> Findings:
+def _run(session: AnalysisSession) -> Findings:
     indicator, stage, rank = choice("--scores", session.arguments.scores)
     criterion = f"{stage}_{indicator}"
     measured = measure_heads(session)
@@ -122,7 +332,7 @@ def _run(session: Session) -> Findings:
 
 
 def _files(
-    session: Session, variant: Variant, found: Mapping[str, HeadEntropy], ranks: Sequence[str]
+    session: AnalysisSession, variant: Variant, found: Mapping[str, HeadEntropy], ranks: Sequence[str]
 ) -> dict[str, bytes]:
     """A file of scores [N, H] for each combination, means over sequences, and how they were made.
 
@@ -258,8 +468,6 @@ def _figures(found: Mapping[str, HeadEntropy], criterion: str, rank: str, suffix
 
 
 ANALYSIS = Analysis(
-    "head_entropy",
-    "entropies of heads (DoPE): effective ranks of queries and keys, and scores for surgery --mask-heads",
     "DoPE, section 4.3, eq. 12 and 23 to 30, and section 5.1",
     _options,
     _run,

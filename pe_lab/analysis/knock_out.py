@@ -11,18 +11,18 @@ import argparse
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float32
+from jaxtyping import Bool, Float, Float32
 
 from pe_lab.analysis.analysis import Analysis
-from pe_lab.analysis.knock_out_findings import MASKS, Head, Knocked, findings
 from pe_lab.analysis.losses import Streams
-from pe_lab.analysis.sequences import Questions, Sequences, add_arguments
-from pe_lab.analysis.session import Session, sequence_groups
+from pe_lab.analysis.sequences import SequenceQuestions, Sequences, add_arguments
+from pe_lab.analysis.session import AnalysisSession, sequence_groups
 from pe_lab.attention.statistics import attention_rows
 from pe_lab.errors import ConfigError
 from pe_lab.evaluation.variants import Variant
@@ -30,10 +30,14 @@ from pe_lab.language_model import LanguageModel
 from pe_lab.model import Params
 from pe_lab.model.layer_pass import LayerView
 from pe_lab.positional import NoPE, Uniform
+from pe_lab.results.figures import Figure, HeatMaps, Line, LineCharts, layer_names
 from pe_lab.results.findings import Findings
+from pe_lab.results.statistics import Mean, interval, mean_of
+from pe_lab.results.table import TextTable
 from pe_lab.terminal import bounded
 
 PROTOCOL = "knock_out-1"
+Head = tuple[int, int]  # layer, query head
 
 
 class NeedleScores(NamedTuple):
@@ -71,21 +75,22 @@ def _on_source(view: LayerView, data: Any) -> Float32[jax.Array, "B H"]:
     return jnp.take_along_axis(rows, data["source"][:, None, :, None], axis=-1).mean((2, 3))
 
 
-def needle_scores(lm: LanguageModel, sequences: Sequences, params: Params | None = None) -> NeedleScores:
+def measure(lm: LanguageModel, sequences: Sequences, heads: Sequence[Head] = (), mask: str = "zero") -> NeedleScores:
     """How well a model answers questions about needles, with the right answers before each token (teacher forcing).
 
     An answer of several tokens is found by greedy decoding if all its tokens are the likeliest ones here.
 
     Args:
-      params: other weights for the model, such as those of `without_heads`; None: its own.
+      heads: that are masked.
+      mask: as `masked` takes it.
 
     Raises:
       ConfigError: sequences without questions.
     """
-    if params is not None:
-        lm = _with_params(lm, params)
     asked = _questions(sequences)
-    return NeedleScores(*Streams(lm, sequences.tokens).scores(asked.at, asked.answers))
+    return NeedleScores(
+        *Streams(masked(lm, heads, mask) if heads else lm, sequences.tokens).scores(asked.at, asked.answers)
+    )
 
 
 def without_heads(params: Params, heads: Sequence[Head]) -> Params:
@@ -104,24 +109,21 @@ def masked(lm: LanguageModel, heads: Sequence[Head], mask: str = "zero") -> Lang
         the mean value, which no layer has seen from them. `nope`: they keep their attention but lose their encoding.
     """
     if mask == "zero":
-        return _with_params(lm, without_heads(lm.checkpoint.params, heads))
+        params = without_heads(lm.checkpoint.params, heads)
+        return dataclasses.replace(lm, checkpoint=dataclasses.replace(lm.checkpoint, params=params))
     for layer in sorted({n for n, _ in heads}):
         chosen = [h for n, h in heads if n == layer]
         lm = lm.with_heads(layer, chosen, Uniform() if mask == "uniform" else NoPE())
     return lm
 
 
-def _with_params(lm: LanguageModel, params: Params) -> LanguageModel:
-    return dataclasses.replace(lm, checkpoint=dataclasses.replace(lm.checkpoint, params=params))
-
-
-def _questions(sequences: Sequences) -> Questions:
+def _questions(sequences: Sequences) -> SequenceQuestions:
     if sequences.questions is None:
         raise ConfigError(f"{sequences.name} hold no needles: give --suite=niah:standard or --suite=needles.")
     return sequences.questions
 
 
-def whole_answers(right: Bool[np.ndarray, "S Q"], asked: Questions) -> list[list[bool]]:
+def whole_answers(right: Bool[np.ndarray, "S Q"], asked: SequenceQuestions) -> list[list[bool]]:
     """For each sequence, whether each answer is found: all its tokens, successive ones that repeat one needle."""
     found = []
     for s, (at, needle) in enumerate(zip(np.asarray(asked.at), np.asarray(asked.needle), strict=True)):
@@ -164,7 +166,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     add("--mask", choices=tuple(MASKS), default="zero", help=help)
 
 
-def _run(session: Session) -> Findings:
+def _run(session: AnalysisSession) -> Findings:
     arguments = session.arguments
     if arguments.suite is None:
         raise ConfigError("knock_out needs prompts with needles: --suite=niah:standard or --suite=needles.")
@@ -179,10 +181,10 @@ def _run(session: Session) -> Findings:
     choosing = session.sequences.batch(sorted(order[: total // 2].tolist()))
     testing = session.sequences.batch(sorted(order[total // 2 :].tolist()))
 
-    def measure(lm: LanguageModel, batch: Sequences) -> dict[str, np.ndarray]:
+    def of_batch(lm: LanguageModel, batch: Sequences) -> dict[str, np.ndarray]:
         return {"weight": retrieval_scores(lm, batch)}
 
-    weights = [found["weight"] for found in session.measure(f"{PROTOCOL}-weights", measure, None, choosing)]
+    weights = [found["weight"] for found in session.measure(f"{PROTOCOL}-weights", of_batch, None, choosing)]
     work = len(testing) * sum(1 + len(each) * (1 + arguments.draws) for each in counts)
     results, done = [], 0
     with session.progress(session.analysis, work) as progress:
@@ -203,7 +205,7 @@ def _run(session: Session) -> Findings:
             for k in each:
                 chosen["retrieval", k] = heads[:k]
                 chosen |= {("random", k, d): draw[:k] for d, draw in enumerate(drawn)}
-            scores = _measure(session, variant, testing, chosen, scored)
+            scores = _scores(session, variant, testing, chosen, scored)
             found = {key: whole_answers(one.right, _questions(testing)) for key, one in scores.items()}
             log_prob = {key: one.log_prob.astype(np.float64).mean(-1) for key, one in scores.items()}
             results.append(Knocked(name, weight, heads, drawn, found, log_prob))
@@ -227,8 +229,8 @@ def _counts(text: str | None, variant: Variant) -> tuple[int, ...]:
     return tuple(sorted(set(map(int, parts))))
 
 
-def _measure(
-    session: Session,
+def _scores(
+    session: AnalysisSession,
     variant: Variant,
     testing: Sequences,
     chosen: Mapping[Any, Sequence[Head]],
@@ -249,7 +251,7 @@ def _measure(
             "masked": [mask if heads else "", sorted(heads)],
         }
 
-    def measure(numbers: Iterable[int]) -> Iterator[list[dict[str, np.ndarray]]]:
+    def measured_pieces(numbers: Iterable[int]) -> Iterator[list[dict[str, np.ndarray]]]:
         streams, of = None, None
         for group, count, key in (pieces[n] for n in numbers):
             batch, heads = testing.batch(group), chosen[key]
@@ -263,16 +265,198 @@ def _measure(
     identities = [[identity(testing.digests[i], chosen[key]) for i in group[:count]] for group, count, key in pieces]
     found: dict[Any, list[NeedleScores]] = {key: [] for key in chosen}
     costs = [lm.config.layers - min((n for n, _ in chosen[key]), default=0) for *_, key in pieces]
-    measured = session.measure_edits(identities, measure, costs)
+    measured = session.measure_edits(identities, measured_pieces, costs)
     for (_, count, key), (parts, existed) in zip(pieces, measured, strict=True):
         found[key].append(NeedleScores(*(np.stack([part[name] for part in parts]) for name in NeedleScores._fields)))
         scored(count, existed)
     return {key: NeedleScores(*map(np.concatenate, zip(*parts, strict=True))) for key, parts in found.items()}
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# What was found
+
+MASKS = {  # what is done to a head, and the state of the head afterwards
+    "zero": ("masking", "add nothing to the residual stream"),
+    "uniform": ("making uniform", "attend to all tokens alike"),
+    "nope": ("dropping the encoding of", "have no positional encoding"),
+}
+
+
+@dataclass(frozen=True)
+class Knocked:
+    """What was measured of one variant.
+
+    Attributes:
+      retrieval: attention to the needle in the choosing half of the sequences.
+      heads: the retrieval heads, the strongest first.
+      drawn: D random draws of other heads.
+      found: whether each answer was found, by masked heads and sequence: "none", ("retrieval", k) or ("random", k, d).
+      log_prob: mean log-probability of the answer tokens, likewise [S].
+    """
+
+    name: str
+    retrieval: Float[np.ndarray, "S N H"]
+    heads: tuple[Head, ...]
+    drawn: tuple[tuple[Head, ...], ...]
+    found: dict[Any, list[list[bool]]]
+    log_prob: dict[Any, Float[np.ndarray, " S"]]
+
+    def keys(self, kind: str, count: int) -> list[Any]:
+        """The keys of the measurements with `count` heads of a kind masked: one, or one a draw."""
+        if count == 0:
+            return ["none"]
+        draws = range(len(self.drawn))
+        return [("retrieval", count)] if kind == "retrieval" else [("random", count, d) for d in draws]
+
+    def share(self, kind: str, count: int) -> Mean:
+        """The share of answers found. The answers of a sequence are one cluster, over all draws."""
+        found = [self.found[key] for key in self.keys(kind, count)]
+        units = [(s, float(x)) for draw in found for s, answers in enumerate(draw) for x in answers]
+        mean = mean_of([x for _, x in units], [s for s, _ in units])
+        assert mean is not None
+        return mean
+
+    def by_sequence(self, kind: str, count: int) -> Float[np.ndarray, " S"]:
+        """The share of answers found in each sequence; mean over draws."""
+        found = [self.found[key] for key in self.keys(kind, count)]
+        return np.mean([[np.mean(answers) for answers in draw] for draw in found], axis=0)
+
+    def lost(self, kind: str, count: int) -> Float[np.ndarray, " S"]:
+        """What masking changes in the mean log-probability of the answer, by sequence; mean over draws."""
+        found = [self.log_prob[key] for key in self.keys(kind, count)]
+        return np.mean(found, axis=0) - self.log_prob["none"]
+
+
+def findings(mask: str, results: Sequence[Knocked], counts: Sequence[Sequence[int]]) -> Findings:
+    several = len(results) > 1
+    numbers: dict[str, np.ndarray] = {}
+    figures: list[Figure] = []
+    sentences: list[str] = []
+    rows: list[tuple[str, ...]] = []
+    heads: dict[str, Any] = {}
+    for v, (one, each) in enumerate(zip(results, counts, strict=True)):
+        suffix, of = (f"_{v}", f" of {one.name}") if several else ("", "")
+        sentences += _sentences(mask, one, each)
+        figures += _figures(mask, one, each, suffix, of)
+        rows += _rows(one, each)
+        numbers |= {f"retrieval{suffix}": one.retrieval, f"counts{suffix}": np.array(each)}
+        for kind in ("retrieval", "random"):
+            numbers[f"{kind}_found{suffix}"] = np.stack([one.by_sequence(kind, k) for k in (0, *each)])
+            numbers[f"{kind}_log_prob_change{suffix}"] = np.stack([one.lost(kind, k) for k in (0, *each)])
+        heads[one.name] = {"retrieval": one.heads, "random": one.drawn}
+    shapes = {
+        "retrieval": "[S of the choosing half, N, H] sequence, layer, query head; attention to the needle",
+        "counts": "[k] numbers of masked heads",
+        "*_found": "[1 + k, S of the other half] share of answers found, with no heads and with k masked",
+        "*_log_prob_change": "[1 + k, S of the other half] change of the answer tokens' mean log-probability, nats",
+    }
+    title = f"Answers found with heads masked ({mask}), and change of log-probability in nats (95% intervals)"
+    table = TextTable(title, ("model", "masked heads", "found", "log-probability"), tuple(rows), words=2)
+    return Findings(tuple(sentences), (table,), tuple(figures), numbers, shapes, {"heads": heads})
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
+def _share(mean: Mean) -> str:
+    return f"{mean.mean:.2f} [{mean.low:.2f}, {mean.high:.2f}]"
+
+
+def _rows(one: Knocked, counts: Sequence[int]) -> list[tuple[str, ...]]:
+    rows = [(one.name, "none", _share(one.share("retrieval", 0)), "")]
+    for k in counts:
+        for kind in ("retrieval", "random"):
+            rows.append(
+                (one.name, f"{k} {kind}", _share(one.share(kind, k)), interval(one.lost(kind, k)).words("{:.2f}"))
+            )
+    return rows
+
+
+def _sentences(mask: str, one: Knocked, counts: Sequence[int]) -> list[str]:
+    mean = one.retrieval.mean(0)
+    n, h = one.heads[0]
+    weight = interval(one.retrieval[:, n, h]).words("{:.3f}")
+    found = [
+        f"{one.name}: layer {n} head {h} attends most to the needle, with weight {weight}; the "
+        f"mean over all heads is {mean.mean():.3f}."
+    ]
+    unmasked = one.share("retrieval", 0)
+    for k in counts:
+        found.append(
+            f"{one.name}: {MASKS[mask][0]} {_counted(k, 'retrieval head')} takes the share of answers found from "
+            f"{_share(unmasked)} to {_share(one.share('retrieval', k))}, and the same with "
+            f"{_counted(k, 'random other head')} to {_share(one.share('random', k))} "
+            f"({_counted(len(one.drawn), 'draw')})."
+        )
+    return [*found, f"{one.name}: {verdict(one, counts, mask)}"]
+
+
+def verdict(one: Knocked, counts: Sequence[int], mask: str = "zero") -> str:
+    """Whether answers depend on the retrieval heads, or on their encoding, more than on as many random others."""
+    unmasked = one.share("retrieval", 0)
+    if unmasked.low < 0.1:
+        return f"undecided: with nothing masked it finds {_share(unmasked)} of the answers, too few to lose any."
+    # One test, over all counts: the count with the largest difference would be the luckiest one too.
+    differences = np.mean([one.by_sequence("random", k) - one.by_sequence("retrieval", k) for k in counts], axis=0)
+    around = interval(differences)
+    confirmed = "confirmed" if around.low > 0 else "not confirmed"
+    on = "the encoding of the retrieval heads" if mask == "nope" else "the retrieval heads"
+    return (
+        f"{confirmed} that the answers depend on {on} more than on random ones: over {', '.join(map(str, counts))} "
+        f"heads, the share of answers lost is larger by {around.words('{:.2f}')}."
+    )
+
+
+def _figures(mask: str, one: Knocked, counts: Sequence[int], suffix: str, of: str) -> list[Figure]:
+    N, H = one.retrieval.shape[1:]
+    weights = HeatMaps(
+        f"retrieval_scores{suffix}",
+        f"Attention to the needle{of}, by layer and head",
+        "The weight from the query that predicts a token of the answer to the same token in the needle; mean over "
+        "questions and sequences.",
+        one.retrieval.mean(0)[None],
+        ("all questions",),
+        layer_names(range(N)),
+        tuple(f"head {h}" for h in range(H)),
+        "",
+        "layer",
+        "query head",
+        "attention weight",
+    )
+    x = np.asarray((0, *counts), np.float64)
+    kinds = {"retrieval": "retrieval heads", "random": "random heads"}
+    shares, changes = [], []
+    for kind, label in kinds.items():
+        means = [one.share(kind, k) for k in (0, *counts)]
+        shares.append(Line(label, x, *(np.array([getattr(m, f) for m in means]) for f in ("score", "low", "high"))))
+        around = interval(np.stack([one.lost(kind, k) for k in (0, *counts)], axis=1))
+        changes.append(Line(label, x, around.mean, around.low, around.high))
+    how = f"Masked heads {MASKS[mask][1]}."
+    published = "Published for 87 heads of a larger model: 0.00, and 1.00 for random ones (arXiv 2606.21249)."
+    return [
+        weights,
+        LineCharts(
+            f"needles_found{suffix}",
+            f"Answers found{of}, by masked heads",
+            f"{how} Retrieval heads attend most to the needle in other prompts. 95% intervals (Wilson's, by prompt). "
+            f"{published}",
+            (("", tuple(shares)),),
+            "masked heads",
+            "share of answers found",
+        ),
+        LineCharts(
+            f"answer_log_prob{suffix}",
+            f"Change of the answer's log-probability{of}, by masked heads",
+            f"{how} Mean over the tokens of the answers, less that with nothing masked; 95% intervals over prompts.",
+            (("", tuple(changes)),),
+            "masked heads",
+            "change of log-probability, nats",
+        ),
+    ]
+
+
 ANALYSIS = Analysis(
-    "knock_out",
-    "whether needles are found by the heads that attend to them: the score with these heads masked",
     "causal checks of retrieval heads (arXiv 2606.21249)",
     _options,
     _run,

@@ -1,7 +1,7 @@
 """What the positional encoding of one layer, or of one head, is worth: the loss without it, and without several.
 
-DroPE (Gelberg et al. 2025) drops the encoding of all layers at once. This analysis drops it from one layer at a time, and
-then from more and more layers, without any training afterwards.
+DroPE (Gelberg et al. 2025) drops the encoding of all layers at once. This analysis drops it from one layer at a time,
+and then from more and more layers, without any training afterwards.
 """
 
 from __future__ import annotations
@@ -9,34 +9,44 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Float32, Int
 
 from pe_lab.analysis.analysis import Analysis
-from pe_lab.analysis.layers_findings import Curve, EditLosses, Means, Place, Range, findings
-from pe_lab.analysis.losses import EditedLosses, Streams, bin_edges, mean_loss, shortened
-from pe_lab.analysis.session import Session
+from pe_lab.analysis.losses import (
+    EditedLosses,
+    EditPlace,
+    Layers,
+    Streams,
+    bin_edges,
+    edited_layers,
+    greedy_order,
+    mean_loss,
+    shortened,
+)
+from pe_lab.analysis.session import AnalysisSession
 from pe_lab.attention.statistics import ArrayLike
 from pe_lab.errors import ConfigError
 from pe_lab.evaluation.plan import parse_lengths
 from pe_lab.evaluation.variants import Variant
 from pe_lab.language_model import LanguageModel, Tokens
-from pe_lab.positional import HeadEdit, Layer, drop, read_with
+from pe_lab.positional import drop, read_with
 from pe_lab.positional.codec import numbers_and_ranges
+from pe_lab.results.figures import Figure, HeatMaps, Line, LineCharts
 from pe_lab.results.findings import Findings
+from pe_lab.results.statistics import interval
+from pe_lab.results.table import TextTable
 from pe_lab.terminal import Progress, bounded, positive
 
-PROTOCOL = "layers-1"
 TOKENS = 2**15  # by default
 POINTS = 32  # of a curve of cumulative costs, at most
-Layers = tuple[Layer, ...]
 
 
-def layer_costs(
+def measure(
     lm: LanguageModel,
     tokens: Tokens,
     targets: Int[ArrayLike, "B T"],
@@ -58,46 +68,6 @@ def layer_costs(
     return np.stack([streams.under(lm.with_positional(edit)).losses(targets) - before for edit in edits])
 
 
-def edited_layers(before: Layers, after: Layers, places: Sequence[Place]) -> Layers:
-    """The layers `before` with the encoding of `after` in some places; the other heads of a layer keep theirs."""
-    edited, heads = list(before), dict[int, list[int]]()
-    for n, head in sorted(set(places), key=lambda place: (place.layer, -1 if place.head is None else place.head)):
-        if head is None:
-            edited[n] = after[n]
-        else:
-            heads.setdefault(n, []).append(head)
-    for n, chosen in heads.items():
-        edit = HeadEdit(tuple(chosen), after[n].encoding)
-        edited[n] = dataclasses.replace(edited[n], heads=(*edited[n].heads, edit))
-    return tuple(edited)
-
-
-def greedy_order(
-    loss: Callable[[tuple[int, ...], tuple[int, ...]], Sequence[float] | Float[np.ndarray, " C"]],
-    items: Sequence[int],
-    count: int | None = None,
-    candidates: int | None = None,
-) -> tuple[int, ...]:
-    """An order in which to drop items: each time the one that adds least to the loss, given those already dropped.
-
-    Args:
-      loss: (dropped, C candidates) -> the loss with each candidate dropped beside those dropped already.
-      items: what can be dropped.
-      count: how many are dropped; None: all.
-      candidates: how many are tried each time, of those that were cheapest when they were tried last; None: all. The
-        time is linear in it, where otherwise it is quadratic in the items.
-    """
-    dropped: list[int] = []
-    latest = dict.fromkeys(items, -np.inf)
-    for _ in range(len(items) if count is None else count):
-        left = [item for item in items if item not in dropped]
-        tried = left if candidates is None or not dropped else sorted(left, key=latest.__getitem__)[:candidates]
-        found = dict(zip(tried, map(float, loss(tuple(dropped), tuple(tried))), strict=True))
-        latest |= found
-        dropped.append(min(tried, key=found.__getitem__))
-    return tuple(dropped)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The measurement of one variant
 
@@ -110,13 +80,13 @@ class Pass:
     before: Layers
     after: Layers
 
-    def sets(self, sets: Sequence[Sequence[Place]]) -> list[Layers]:
+    def sets(self, sets: Sequence[Sequence[EditPlace]]) -> list[Layers]:
         """The layers of each set of edits."""
         return [edited_layers(self.before, self.after, places) for places in sets]
 
 
 @dataclass(frozen=True)
-class Measurement:
+class VariantLosses:
     """The losses of one variant under sets of edits.
 
     Attributes:
@@ -129,7 +99,7 @@ class Measurement:
     passes: Mapping[int, Pass]
     choosing: Pass
 
-    def __call__(self, sets: Sequence[Sequence[Place]], indices: Sequence[int]) -> Means:
+    def __call__(self, sets: Sequence[Sequence[EditPlace]], indices: Sequence[int]) -> Means:
         """The losses under each set of edits, in the sequences of these indices."""
         bins = {length: one.losses.measure(one.sets(sets), indices) for length, one in self.passes.items()}
         longest = max(bins)
@@ -139,7 +109,9 @@ class Measurement:
             means.append(mean_loss(bins[length], self.passes[length].losses.edges, r.first, r.end))
         return Means(np.stack(means), bins[longest])
 
-    def choose(self, dropped: Sequence[Place], candidates: Sequence[Place], indices: Sequence[int]) -> np.ndarray:
+    def choose(
+        self, dropped: Sequence[EditPlace], candidates: Sequence[EditPlace], indices: Sequence[int]
+    ) -> np.ndarray:
         """The mean loss of the shortest sequences with each candidate dropped beside those dropped already."""
         one = self.choosing
         (base,) = one.sets([dropped])
@@ -151,7 +123,7 @@ def _after(edit: str, before: Layers, variant: Variant) -> Layers:
     return drop().apply(before) if edit == "drop" else read_with(edit, before, variant.training_length)
 
 
-def _measurement(session: Session, variant: Variant, lengths: Sequence[int], on_work: Any) -> Measurement:
+def _losses_of(session: AnalysisSession, variant: Variant, lengths: Sequence[int], on_work: Any) -> VariantLosses:
     edit, trained = session.arguments.edit, variant.training_length
     boundaries = {*lengths, *(v.training_length for v in session.variants)}
     edges = bin_edges([b for b in boundaries if b <= max(lengths)])
@@ -160,7 +132,7 @@ def _measurement(session: Session, variant: Variant, lengths: Sequence[int], on_
         before = variant.layers_at(length)
         part = edges[edges <= length]
         sequences, identity = shortened(session.sequences, length), {"checkpoint": variant.subject.id}
-        losses = EditedLosses(session, PROTOCOL, identity, variant.at(length), sequences, part, on_work)
+        losses = EditedLosses(session, identity, variant.at(length), sequences, part, on_work)
         return Pass(losses, before, _after(edit, before, variant))
 
     each = {length: at(length) for length in lengths}
@@ -170,7 +142,7 @@ def _measurement(session: Session, variant: Variant, lengths: Sequence[int], on_
     ranges = [Range(length, 0, length) for length in lengths]
     ranges += [Range(length, trained, length) for length in lengths if length > trained and trained in edges]
     ranges.sort(key=lambda r: (r.length, r.first))
-    return Measurement(tuple(ranges), passes, each[min(lengths)])
+    return VariantLosses(tuple(ranges), passes, each[min(lengths)])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -198,15 +170,15 @@ def _options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _run(session: Session) -> Findings:
+def _run(session: AnalysisSession) -> Findings:
     arguments = session.arguments
     lengths = parse_lengths(arguments.lengths, session.variants[0].training_length)
     arguments.length = str(max(lengths))
     if arguments.sequences is None:
         arguments.sequences = min(max(TOKENS // max(lengths), 8), 256)
-    work = Work()
-    measurements = [_measurement(session, variant, lengths, work.add) for variant in session.variants]
-    editable = [_places(session, variant, one) for variant, one in zip(session.variants, measurements, strict=True)]
+    work = WorkDone()
+    measured = [_losses_of(session, variant, lengths, work.add) for variant in session.variants]
+    editable = [_places(session, variant, one) for variant, one in zip(session.variants, measured, strict=True)]
     unchanged = [name for name, places in zip(session.names, editable, strict=True) if not places]
     if not any(editable):
         raise ConfigError(
@@ -223,28 +195,28 @@ def _run(session: Session) -> Findings:
     # four sequences have no halves with intervals.
     choosing, measuring = (range(0, total, 2), range(1, total, 2)) if total > 3 else (range(total), range(total))
     results = []
-    for name, measure, places in zip(session.names, measurements, editable, strict=True):
+    for name, losses, places in zip(session.names, measured, editable, strict=True):
         if not places:
             continue
         count = _greedy_count(arguments.greedy, len(places))
-        expected = _expected_work(arguments, measure, places, count, (total, len(choosing), len(measuring)))
+        expected = _expected_work(arguments, losses, places, count, (total, len(choosing), len(measuring)))
         with session.progress(f"layers: {name}", expected) as progress:
             work.start(progress, expected)
-            alone = measure([(), *([place] for place in places)], range(total))
+            alone = losses([(), *([place] for place in places)], range(total))
             single = alone.loss[0, 1:][:, list(choosing)].mean(-1)
             curves = []
-            for label, orders in _orders(arguments, measure, places, single, count, choosing).items():
+            for label, orders in _orders(arguments, losses, places, single, count, choosing).items():
                 points = _points(arguments, len(orders[0]))
-                drawn = [measure([order[:k] for k in points], measuring) for order in orders]
+                drawn = [losses([order[:k] for k in points], measuring) for order in orders]
                 curves.append(Curve(label, orders, points, Means(*(np.mean(x, 0) for x in zip(*drawn, strict=True)))))
-        edges = measure.passes[max(measure.passes)].losses.edges
-        results.append(EditLosses(name, places, measure.ranges, edges, alone, tuple(curves), tuple(measuring)))
+        edges = losses.passes[max(losses.passes)].losses.edges
+        results.append(EditLosses(name, places, losses.ranges, edges, alone, tuple(curves), tuple(measuring)))
     found = findings(arguments.edit, arguments.by, results)
     left_out = [f"{name} is left out: --edit={arguments.edit} changes none of its layers." for name in unchanged]
     return dataclasses.replace(found, sentences=(*found.sentences, *left_out))
 
 
-class Work:
+class WorkDone:
     """Counts the work that is done, and shows it."""
 
     def start(self, progress: Progress, expected: float) -> None:
@@ -257,15 +229,15 @@ class Work:
         self._progress.update(self._done, f"{min(self._done / self._expected, 1):.0%}")
 
 
-def _places(session: Session, variant: Variant, measure: Measurement) -> tuple[Place, ...]:
+def _places(session: AnalysisSession, variant: Variant, losses: VariantLosses) -> tuple[EditPlace, ...]:
     """The chosen layers, or their heads, that the edit changes; none of a model without encodings that is dropped."""
-    lm, one = variant.lm, measure.passes[max(measure.passes)]
+    lm, one = variant.lm, losses.passes[max(losses.passes)]
     heads = range(lm.config.heads) if session.arguments.by == "head" else (None,)
-    places = [Place(n, h) for n in session.layers(lm) for h in heads]
+    places = [EditPlace(n, h) for n in session.layers(lm) for h in heads]
     return tuple(place for place in places if one.sets([[place]])[0] != one.before and _differs(one, place))
 
 
-def _differs(one: Pass, place: Place) -> bool:
+def _differs(one: Pass, place: EditPlace) -> bool:
     return place.head is None or one.before[place.layer].encoding != one.after[place.layer].encoding
 
 
@@ -288,16 +260,16 @@ def _points(arguments: argparse.Namespace, count: int) -> tuple[int, ...]:
 
 def _orders(
     arguments: argparse.Namespace,
-    measure: Measurement,
-    places: tuple[Place, ...],
+    losses: VariantLosses,
+    places: tuple[EditPlace, ...],
     single: Float[np.ndarray, " P"],
     count: int,
     choosing: Sequence[int],
-) -> dict[str, tuple[tuple[Place, ...], ...]]:
+) -> dict[str, tuple[tuple[EditPlace, ...], ...]]:
     """The orders in which layers or heads are dropped; several of the same name are drawn at random."""
 
     def loss(dropped: tuple[int, ...], candidates: tuple[int, ...]) -> np.ndarray:
-        return measure.choose([places[i] for i in dropped], [places[i] for i in candidates], choosing)
+        return losses.choose([places[i] for i in dropped], [places[i] for i in candidates], choosing)
 
     orders = {"cheapest first": [np.argsort(single, kind="stable").tolist()]}
     if count:
@@ -310,8 +282,8 @@ def _orders(
 
 def _expected_work(
     arguments: argparse.Namespace,
-    measure: Measurement,
-    places: Sequence[Place],
+    losses: VariantLosses,
+    places: Sequence[EditPlace],
     count: int,
     sequences: tuple[int, int, int],
 ) -> float:
@@ -324,18 +296,304 @@ def _expected_work(
     def whole(one: Pass) -> float:
         return one.losses.work(one.sets([places])[0])
 
-    passes = measure.passes.values()
+    passes = losses.passes.values()
     curves = len(_points(arguments, len(places))) * (1 + arguments.random)
     curves += len(_points(arguments, count)) if count else 0
     tried = arguments.candidates or len(places)
     steps = sum(min(len(places) - k, tried) for k in range(1, count)) + (len(places) if count else 0)
     found = sum(total * (alone(one) + whole(one)) + measuring * curves * whole(one) for one in passes)
-    return found + choosing * steps * alone(measure.choosing) / len(places)
+    return found + choosing * steps * alone(losses.choosing) / len(places)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What was found
+
+NATS = "{:.3f}"
+SHOWN = 10  # rows of a table at its cheap and at its costly end
+
+
+class Range(NamedTuple):
+    """The positions first .. end of sequences of `length` tokens, over which a loss is averaged."""
+
+    length: int
+    first: int
+    end: int
+
+    def __str__(self) -> str:
+        return f"{self.length:,} tokens" + (f", beyond {self.first:,}" if self.first else "")
+
+
+class Means(NamedTuple):
+    """Losses under E sets of edits: means in each of M ranges, and the bins of the longest sequences."""
+
+    loss: Float[np.ndarray, "M E S"]
+    bins: Float[np.ndarray, "E S bins 2"]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The losses with the first k places of an order edited.
+
+    Attributes:
+      name: of the order.
+      orders: one, or several that were drawn at random.
+      points: the numbers k.
+      means: by k; of several orders, the mean.
+    """
+
+    name: str
+    orders: tuple[tuple[EditPlace, ...], ...]
+    points: tuple[int, ...]
+    means: Means
+
+
+@dataclass(frozen=True)
+class EditLosses:
+    """What was measured of one variant.
+
+    Attributes:
+      places: the P places that were edited alone.
+      ranges: M of them.
+      edges: of the bins of the longest sequences.
+      alone: by edit: none, then each place.
+      curves: measured on the sequences `measuring`; the orders are chosen on the others.
+    """
+
+    name: str
+    places: tuple[EditPlace, ...]
+    ranges: tuple[Range, ...]
+    edges: Int[np.ndarray, " edges"]
+    alone: Means
+    curves: tuple[Curve, ...]
+    measuring: tuple[int, ...]
+
+    @property
+    def costs(self) -> Float[np.ndarray, "M P S"]:
+        """What each place alone adds to the loss."""
+        return self.alone.loss[:, 1:] - self.alone.loss[:, :1]
+
+    def cumulative(self, curve: Curve) -> Float[np.ndarray, "M k S"]:
+        """What the first k places of an order add together, by point of its curve."""
+        return curve.means.loss - self.alone.loss[:, :1, list(self.measuring)]
+
+    def summed(self, curve: Curve) -> Float[np.ndarray, "M k S"]:
+        """The sum of the costs that they have alone."""
+        costs = self.costs[:, :, list(self.measuring)]
+        index = {place: i for i, place in enumerate(self.places)}
+        sums = [costs[:, [index[p] for p in order]].cumsum(1)[:, np.array(curve.points) - 1] for order in curve.orders]
+        return np.mean(sums, axis=0)
+
+
+def findings(edit: str, by: str, results: Sequence[EditLosses]) -> Findings:
+    """Sentences, tables, figures and numbers of all variants."""
+    several = len(results) > 1
+    numbers: dict[str, np.ndarray] = {}
+    figures: list[Figure] = []
+    sentences: list[str] = []
+    orders: dict[str, Any] = {}
+    for v, one in enumerate(results):
+        suffix = f"_{v}" if several else ""
+        of = f" of {one.name}" if several else ""
+        numbers |= {f"loss{suffix}": one.alone.loss, f"bins{suffix}": one.alone.bins, f"edges{suffix}": one.edges}
+        numbers[f"places{suffix}"] = np.array([(p.layer, -1 if p.head is None else p.head) for p in one.places])
+        for curve in one.curves:
+            key = curve.name.split(",")[0].replace(" ", "_")
+            numbers |= {f"{key}_loss{suffix}": curve.means.loss, f"{key}_points{suffix}": np.array(curve.points)}
+            orders[f"{key}{suffix}"] = [[str(place) for place in order] for order in curve.orders]
+        sentences += _sentences(edit, by, one)
+        figures += [_cumulative(edit, by, one, of, suffix), _by_position(edit, by, one, of, suffix)]
+        if by == "head":
+            figures.append(_by_head(edit, one, of, suffix))
+    if by == "layer":
+        figures.insert(0, _by_layer(edit, results))
+    shapes = {
+        "loss": f"[M, 1 + P, S] range, nothing edited and each {by} alone, sequence; mean loss in nats",
+        "bins": "[1 + P, S, bins, 2] the same by bin of positions: summed loss, and number of targets",
+        "edges": "[bins + 1] first positions of the bins, and the end",
+        "places": "[P, 2] layer and head; -1: the whole layer",
+        "*_points": "[k] numbers of places edited together, in this order",
+        "*_loss": "[M, k, S of the measuring half] range, number of places, sequence",
+    }
+    ranges = {one.name: [list(r) for r in one.ranges] for one in results}
+    measuring = {one.name: list(one.measuring) for one in results}
+    more = {"orders": orders, "ranges": ranges, "measuring": measuring}
+    tables = (_costs_table(edit, by, results), _cumulative_table(by, results))
+    return Findings(tuple(sentences), tables, tuple(figures), numbers, shapes, more)
+
+
+def _done(edit: str) -> str:
+    return "Dropping the encoding" if edit == "drop" else f"The encoding {edit}"
+
+
+def _sentences(edit: str, by: str, one: EditLosses) -> list[str]:
+    found = []
+    for r, costs, losses in zip(one.ranges, one.costs, one.alone.loss, strict=True):
+        order = np.argsort(costs.mean(-1), kind="stable")
+        low, high = order[0], order[-1]
+        least, most = (interval(costs[i]).words(NATS) for i in (low, high))
+        text = (
+            f"{one.name}, {r}: {_lower(_done(edit))} of one {by} alone costs from {least} nats "
+            f"({one.places[low]}) to {most} ({one.places[high]}), on a loss of {interval(losses[0]).words(NATS)}"
+        )
+        if costs.shape[-1] > 1:
+            around = interval(costs.T)
+            zero = int(((around.low <= 0) & (around.high >= 0)).sum())
+            text += f"; the intervals of {zero} of {len(costs)} include 0"
+        found.append(f"{text}.")
+    named = [curve for curve in one.curves if len(curve.orders) == 1]
+    if len(named) == 2 and named[0].orders == named[1].orders:
+        found.append(f"{one.name}: the greedy order is that of the costs alone.")
+        named = named[:1]
+    for m, r in enumerate(one.ranges):
+        for curve in named if not r.first else ():
+            together, alone = one.cumulative(curve)[m], one.summed(curve)[m]
+            parts = []
+            for i in _chosen_points(curve.points):
+                k, cost, summed = curve.points[i], interval(together[i]).words(NATS), interval(alone[i]).words(NATS)
+                several = f"{k} {by}s cost {cost} nats (the sum of their costs alone is {summed})"
+                parts.append(several if k > 1 else f"1 {by} costs {cost} nats")
+            found.append(f"{one.name}, {r}, {curve.name}: {'; '.join(parts)}.")
+    return found
+
+
+def _lower(text: str) -> str:
+    return text[0].lower() + text[1:]
+
+
+def _chosen_points(points: Sequence[int]) -> list[int]:
+    """Indices of a third, a half and all of the points."""
+    n = len(points)
+    return sorted({max(n // 3 - 1, 0), max(n // 2 - 1, 0), n - 1})
+
+
+def _costs_table(edit: str, by: str, results: Sequence[EditLosses]) -> TextTable:
+    rows = []
+    for one in results:
+        order = np.argsort(one.costs[0].mean(-1), kind="stable").tolist()
+        if by == "head" and len(order) > 2 * SHOWN:
+            order = order[:SHOWN] + order[-SHOWN:]
+        rows += [(one.name, str(one.places[i]), *(interval(costs[i]).cell(NATS) for costs in one.costs)) for i in order]
+    header = tuple(dict.fromkeys(str(r) for one in results for r in one.ranges))
+    cheap = f", the {SHOWN} cheapest and the {SHOWN} most costly" if len(rows) == 2 * SHOWN * len(results) else ""
+    title = f"{_done(edit)} of one {by} alone: added loss in nats (95% intervals){cheap}"
+    return TextTable(title, ("model", by, *header), tuple(rows), words=2)
+
+
+def _cumulative_table(by: str, results: Sequence[EditLosses]) -> TextTable:
+    rows = []
+    for one in results:
+        for curve in one.curves:
+            together, alone = one.cumulative(curve), one.summed(curve)
+            for i, k in list(enumerate(curve.points))[:: max(1, len(curve.points) // SHOWN)]:
+                cells = [interval(x[i]).cell(NATS) for x in together] + [interval(alone[0, i]).cell(NATS)]
+                rows.append((one.name, curve.name, str(k), *cells))
+    header = tuple(dict.fromkeys(str(r) for one in results for r in one.ranges))
+    title = f"Several {by}s together: added loss in nats (95% intervals)"
+    last = f"sum alone, {results[0].ranges[0]}"
+    return TextTable(title, ("model", "order", f"{by}s", *header, last), tuple(rows), words=2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Figures
+
+
+def _line(label: str, x: Sequence[float] | np.ndarray, values: Float[np.ndarray, "k S"]) -> Line:
+    around = interval(values.T)
+    bounds = (None, None) if values.shape[-1] == 1 else (around.low, around.high)
+    return Line(label, np.asarray(x, np.float64), around.mean, *bounds)
+
+
+def _by_layer(edit: str, results: Sequence[EditLosses]) -> LineCharts:
+    panels = []
+    for one in results:
+        x = [place.layer for place in one.places]
+        lines = tuple(_line(str(r), x, costs) for r, costs in zip(one.ranges, one.costs, strict=True))
+        panels.append((one.name, lines))
+    layers = 1 + max(place.layer for one in results for place in one.places)
+    return LineCharts(
+        "cost_by_layer",
+        f"{_done(edit)} of one layer alone: added loss",
+        "The loss with one layer edited, less the loss of the same sequence with none; means over sequences, with 95% "
+        "intervals of the paired differences.",
+        tuple(panels),
+        "layer",
+        "added loss, nats",
+        x_names=tuple(map(str, range(layers))),
+        points=True,
+    )
+
+
+def _by_head(edit: str, one: EditLosses, of: str, suffix: str) -> HeatMaps:
+    layers = sorted({place.layer for place in one.places})
+    heads = sorted({place.head for place in one.places if place.head is not None})
+    values = np.full((len(one.ranges), len(layers), len(heads)), np.nan)
+    for i, (layer, head) in enumerate(one.places):
+        values[:, layers.index(layer), heads.index(head)] = one.costs[:, i].mean(-1)
+    return HeatMaps(
+        f"cost_by_head{suffix}",
+        f"{_done(edit)} of one head alone{of}: added loss",
+        "The loss with one head edited, less the loss with none; means over sequences.",
+        values,
+        tuple(str(r) for r in one.ranges),
+        tuple(f"layer {n}" for n in layers),
+        tuple(f"head {h}" for h in heads),
+        "positions",
+        "layer",
+        "query head",
+        "added loss, nats",
+        "diverging",
+    )
+
+
+def _cumulative(edit: str, by: str, one: EditLosses, of: str, suffix: str) -> LineCharts:
+    halves = len(one.measuring) < one.alone.loss.shape[-1]
+    where = f"The orders were chosen on {'other sequences of the same text' if halves else 'the same sequences'}."
+    panels = []
+    for m, r in enumerate(one.ranges):
+        lines = []
+        for curve in one.curves:
+            zero = np.zeros((1, len(one.measuring)))
+            values = np.concatenate([zero, one.cumulative(curve)[m]])
+            lines.append(_line(curve.name, (0, *curve.points), values))
+        summed = np.concatenate([zero, one.summed(one.curves[0])[m]])
+        lines.append(_line("sum of the costs alone", (0, *one.curves[0].points), summed))
+        panels.append((str(r), tuple(lines)))
+    return LineCharts(
+        f"cumulative_cost{suffix}",
+        f"{_done(edit)} of several {by}s{of}: added loss",
+        f"By the number of {by}s. {where} Bands are 95% intervals over sequences.",
+        tuple(panels),
+        f"number of {by}s",
+        "added loss, nats",
+    )
+
+
+def _by_position(edit: str, by: str, one: EditLosses, of: str, suffix: str) -> LineCharts:
+    centres = (one.edges[1:] + one.edges[:-1]) / 2
+    measuring = list(one.measuring)
+
+    def of_bins(bins: Float[np.ndarray, "S bins 2"]) -> Float[np.ndarray, "bins S"]:
+        pairs = zip(one.edges[:-1].tolist(), one.edges[1:].tolist(), strict=True)
+        return np.stack([mean_loss(bins, one.edges, low, high) for low, high in pairs])
+
+    lines = [_line("nothing edited", centres, of_bins(one.alone.bins[0][measuring]))]
+    curve = one.curves[-1 if one.curves[-1].name == "greedy" else 0]
+    for i in _chosen_points(curve.points):
+        k = curve.points[i]
+        lines.append(_line(f"{k} {by}{'s' * (k > 1)}, {curve.name}", centres, of_bins(curve.means.bins[i])))
+    trained = sorted({r.first for r in one.ranges if r.first})
+    return LineCharts(
+        f"loss_by_position{suffix}",
+        f"Loss by position{of}",
+        f"{_done(edit)} of no, some and all {by}s. Bands are 95% intervals over sequences.",
+        (("", tuple(lines)),),
+        "position, tokens",
+        "loss, nats",
+        marks=tuple((float(at), "training length") for at in trained),
+    )
 
 
 ANALYSIS = Analysis(
-    "layers",
-    "what the encoding of each layer or head is worth: the loss without it, and without several",
     "DroPE (Gelberg et al. 2025), which drops all layers at once",
     _options,
     _run,

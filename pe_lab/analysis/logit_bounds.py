@@ -7,19 +7,111 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float
 
 from pe_lab.analysis.analysis import Analysis
-from pe_lab.analysis.channel_pairs import BAND_NAMES, FIRST, TARGETS, bands, logit_bounds
+from pe_lab.analysis.frequency_use import BAND_NAMES, bands, by_pair
 from pe_lab.analysis.sequences import Sequences, add_arguments, check_length
-from pe_lab.analysis.session import Session
-from pe_lab.language_model import LanguageModel
+from pe_lab.analysis.session import AnalysisSession
+from pe_lab.attention.hooks import refuse_hooks
+from pe_lab.attention.layer_encoding import encode_keys, encode_queries
+from pe_lab.language_model import LanguageModel, Tokens
+from pe_lab.model.layer_pass import LayerView, checked_layers
 from pe_lab.results.figures import Figure, HeatMaps, Line, LineCharts, layer_names
 from pe_lab.results.findings import Findings
 from pe_lab.results.statistics import interval
 from pe_lab.results.table import TextTable
+
+FIRST = 8  # tokens of p-RoPE's Tables 3 to 5
+TARGETS = ("self", "previous", "first")  # the keys whose logits are compared with their bounds
+
+
+class LogitBounds(NamedTuple):
+    """Logits of each query with three keys: its own token's, the previous token's, and the first token's.
+
+    Logits are those of the softmax, scaled, without ALiBi's penalty. The bound of query i with key j is |q_i| |k_j|,
+    scaled alike. A token without a previous one does not count there.
+
+    Attributes:
+      logit, bound: means over the tokens of a sequence; the axis of 3 is (self, previous, first).
+      alignment: mean of logit / bound, the cosine of query and key, -1 to 1.
+      tightest: the largest logit / bound of any token; above 1 by rounding alone.
+      parts: means of each pair's part of the logit; they add up to `logit`.
+      tokens: logits and bound of the first FIRST tokens, (bound with itself, self, previous): Tables 3 to 5.
+    """
+
+    logit: Float[np.ndarray, "B L H 3"]
+    bound: Float[np.ndarray, "B L H 3"]
+    alignment: Float[np.ndarray, "B L H 3"]
+    tightest: Float[np.ndarray, "B L H 3"]
+    parts: Float[np.ndarray, "B L H 3 R"]
+    tokens: Float[np.ndarray, "B L H 3 first"]
+
+
+def measure(lm: LanguageModel, tokens: Tokens, layers: Sequence[int] | None = None, **places: Any) -> LogitBounds:
+    """The logits of each head against their Cauchy-Schwarz bounds, on a batch of sequences of at least two tokens.
+
+    Args:
+      tokens: as `lm.logits` takes them.
+      layers: None: all.
+      places: `segments` and `positions` of the tokens, for packed documents, where the first token is the document's.
+
+    Raises:
+      UserError: a layer that does not exist.
+    """
+    found = lm.layer_pass(lm.sequences(tokens), _of_layer, checked_layers(lm.config.layers, layers), **places)
+    return LogitBounds(*(np.stack(arrays, 1) for arrays in zip(*found, strict=True)))
+
+
+def _of_layer(view: LayerView, data: Any) -> tuple[jax.Array, ...]:
+    B, T, H, K = view.query.shape
+    refuse_hooks(view.encoding.hooks, "Bounds of logits are measured")
+    query = encode_queries(view.query, view.encoding, view.key.shape[2])
+    query = query.astype(jnp.float32) * view.encoding.scale(K)
+    key = encode_keys(view.key, view.encoding, H)
+    key = jnp.repeat(key.astype(jnp.float32), H // key.shape[2], axis=2)
+    index = jnp.arange(T)
+    if view.segments is None:
+        begin = jnp.zeros((B, T), jnp.int32)
+    else:
+        new = view.segments != jnp.pad(view.segments[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+        begin = jax.lax.cummax(jnp.where(new, index, 0), axis=1)
+    visible = jnp.full((B, T), True) if view.window is None else index - begin < view.window
+    own = jnp.full((B, T), True)
+    previous = index - 1 >= begin if view.window is None else (index - 1 >= begin) & (view.window > 1)
+    others = (key, jnp.roll(key, 1, axis=1), jnp.take_along_axis(key, begin[..., None, None], axis=1))
+    columns = [_against(query, other, counts) for other, counts in zip(others, (own, previous, visible), strict=True)]
+    logit, bound, alignment, tightest, parts, shown, shown_bound = (
+        jnp.stack(column, 2) for column in zip(*columns, strict=True)
+    )
+    tokens = jnp.stack([shown_bound[:, :, 0], shown[:, :, 0], shown[:, :, 1]], 2)
+    return logit, bound, alignment, tightest, parts, tokens
+
+
+def _against(query: jax.Array, key: jax.Array, counts: jax.Array) -> tuple[jax.Array, ...]:
+    """Means over the tokens that count, of the logits of each query with one key, and their bounds."""
+    parts = by_pair(query, key)  # [B, T, H, R]
+    logit = parts.sum(-1)
+    bound = jnp.linalg.norm(query, axis=-1) * jnp.linalg.norm(key, axis=-1)
+    cosine = logit / jnp.maximum(bound, 1e-30)
+    weight = counts[..., None] / jnp.maximum(counts.sum(1), 1)[:, None, None]
+
+    def mean(x: jax.Array) -> jax.Array:
+        return (x * weight).sum(1)
+
+    shown = jnp.where(counts[:, :FIRST, None], logit[:, :FIRST], jnp.nan).swapaxes(1, 2)
+    tightest = jnp.where(counts[..., None], cosine, -jnp.inf).max(1)
+    by_part = (parts * weight[..., None]).sum(1)
+    return mean(logit), mean(bound), mean(cosine), tightest, by_part, shown, bound[:, :FIRST].swapaxes(1, 2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The analysis
 
 PROTOCOL = "logit_bounds-1"
 
@@ -30,15 +122,15 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", help="LAYER.HEAD,... to list, such as 1.5,27.8 (default: the two most aligned)")
 
 
-def _run(session: Session) -> Findings:
+def _run(session: AnalysisSession) -> Findings:
     given = [session.heads(variant.lm) for variant in session.variants]
     check_length("logit_bounds", session.sequences, FIRST)
 
-    def measure(lm: LanguageModel, batch: Sequences) -> dict[str, Any]:
+    def of_batch(lm: LanguageModel, batch: Sequences) -> dict[str, Any]:
         places = dict(segments=batch.segments, positions=batch.positions)
-        return logit_bounds(lm, batch.tokens, session.layers(lm), **places)._asdict()
+        return measure(lm, batch.tokens, session.layers(lm), **places)._asdict()
 
-    measured = session.measure(PROTOCOL, measure, session.arguments.layers)
+    measured = session.measure(PROTOCOL, of_batch, session.arguments.layers)
     numbers: dict[str, np.ndarray] = {}
     tables, figures, sentences = [], [], []
     for v, (variant, name, found) in enumerate(zip(session.variants, session.names, measured, strict=True)):
@@ -149,8 +241,6 @@ def _figures(
 
 
 ANALYSIS = Analysis(
-    "logit_bounds",
-    "how close logits come to the product of the norms of query and key, and which pairs they come from",
     "p-RoPE, section D.1, Tables 3 to 5",
     _options,
     _run,

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +15,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Bool, Float, Float32, Int
 
 from pe_lab.analysis.sequences import Sequences
-from pe_lab.analysis.session import Session, sequence_groups
+from pe_lab.analysis.session import AnalysisSession, sequence_groups
 from pe_lab.attention.statistics import ArrayLike
 from pe_lab.language_model import LanguageModel, Tokens
 from pe_lab.model import Model, Params, cross_entropy
 from pe_lab.model.layer_pass import advance, embed, forward_model
 from pe_lab.parallel import AxisRules, use_mesh
-from pe_lab.positional import Layer, to_json
+from pe_lab.positional import HeadEdit, Layer, to_json
 from pe_lab.results.records import digest
+
+PROTOCOL = "layers-1"  # of the parts of `EditedLosses`
+Layers = tuple[Layer, ...]
 
 
 class Streams:
@@ -140,15 +143,14 @@ class EditedLosses:
 
     Attributes:
       session: keeps the parts.
-      protocol, identity: what a part's numbers depend on, beside the encodings and the sequence.
+      identity: what a part's numbers depend on, beside the encodings and the sequence.
       lm: the model without edits.
       sequences: with targets.
       edges: of the bins, from 0 to T.
       on_work: is called with the work that is done (see `work`), and with whether it was found done.
     """
 
-    session: Session
-    protocol: str
+    session: AnalysisSession
     identity: dict[str, Any]
     lm: LanguageModel
     sequences: Sequences
@@ -215,7 +217,7 @@ class EditedLosses:
     def _part(self, layers: tuple[Layer, ...], index: int) -> dict[str, Any]:
         return {
             **self.identity,
-            "protocol": self.protocol,
+            "protocol": PROTOCOL,
             "encodings": digest([to_json(layer) for layer in layers]),
             "sequence": self.sequences.digests[index],
             "length": self.sequences.length,
@@ -267,3 +269,57 @@ def mean_loss(
     low, high = np.searchsorted(edges, [first, end])
     total = bins[..., low:high, :].sum(-2)
     return total[..., 0] / np.maximum(total[..., 1], 1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Edits
+
+
+class EditPlace(NamedTuple):
+    """What is edited: a layer, or a query head of it."""
+
+    layer: int
+    head: int | None = None
+
+    def __str__(self) -> str:
+        return f"layer {self.layer}" + ("" if self.head is None else f" head {self.head}")
+
+
+def edited_layers(before: Layers, after: Layers, places: Sequence[EditPlace]) -> Layers:
+    """The layers `before` with the encoding of `after` in some places; the other heads of a layer keep theirs."""
+    edited, heads = list(before), dict[int, list[int]]()
+    for n, head in sorted(set(places), key=lambda place: (place.layer, -1 if place.head is None else place.head)):
+        if head is None:
+            edited[n] = after[n]
+        else:
+            heads.setdefault(n, []).append(head)
+    for n, chosen in heads.items():
+        edit = HeadEdit(tuple(chosen), after[n].encoding)
+        edited[n] = dataclasses.replace(edited[n], heads=(*edited[n].heads, edit))
+    return tuple(edited)
+
+
+def greedy_order(
+    loss: Callable[[tuple[int, ...], tuple[int, ...]], Sequence[float] | Float[np.ndarray, " C"]],
+    items: Sequence[int],
+    count: int | None = None,
+    candidates: int | None = None,
+) -> tuple[int, ...]:
+    """An order in which to drop items: each time the one that adds least to the loss, given those already dropped.
+
+    Args:
+      loss: (dropped, C candidates) -> the loss with each candidate dropped beside those dropped already.
+      items: what can be dropped.
+      count: how many are dropped; None: all.
+      candidates: how many are tried each time, of those that were cheapest when they were tried last; None: all. The
+        time is linear in it, where otherwise it is quadratic in the items.
+    """
+    dropped: list[int] = []
+    latest = dict.fromkeys(items, -np.inf)
+    for _ in range(len(items) if count is None else count):
+        left = [item for item in items if item not in dropped]
+        tried = left if candidates is None or not dropped else sorted(left, key=latest.__getitem__)[:candidates]
+        found = dict(zip(tried, map(float, loss(tuple(dropped), tuple(tried))), strict=True))
+        latest |= found
+        dropped.append(min(tried, key=found.__getitem__))
+    return tuple(dropped)

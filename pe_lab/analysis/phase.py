@@ -6,7 +6,21 @@ phases that training never saw, unless a scaling multiplies w_m by gamma_m <= L 
 "for a standard RoPE base $b=10^{4}$, a transformer with head dimension $d_{k}=64$, will have at least five low
 frequencies [...] even at a training context of $C_{\mathrm{train}}=32{,}000$"; counted, there are two.
 
-What is measured of rounding stands in `phase_precision`.
+Rounding. A phase that is computed as a float32 product n w has two roundings, that of w and that of the product:
+|error| <= 2 u n w (1 + u/2) with u = 2^-24, plus u n w where n > 2^24 is itself rounded. Positions in bfloat16 (8
+significant bits) are off by up to 2^-9 n before the product. pe_lab's angles are 64-bit fixed-point fractions of a
+cycle, and wrap as integers do.
+
+Finite precision bounds the base (as arXiv 2602.10959 states; these bounds are derived here). Take p significant bits,
+rounding to nearest, ties to even. Between 1/2 and 1 numbers are 2^-p apart, so cos(w) rounds to 1 if and only if
+1 - cos(w) = 2 sin^2(w/2) <= 2^-(p+1), that is
+
+  w <= w_cos = 2 arcsin(2^-(p+2)/2), about 2^(-p/2): 2.4e-4 in float32 (p = 24), 0.0625 in bfloat16 (p = 8).
+
+Of a rotation at distance 1 there then remains only the odd part, q1 k2 - q2 k1 times sin(w). Added to a number in
+[1, 2), where numbers are 2^(1-p) apart, sin(w) is lost too if w <= w_sin = arcsin(2^-p). The slowest of d/2 pairs has
+w = base^(-(d-2)/d): it is above w_cos if base < w_cos^(-d/(d-2)), and above w_sin if base < w_sin^(-d/(d-2)); for
+large d these are 2^(p/2) and 2^p. At distance L the same holds of w L: base < (w_cos / L)^(-d/(d-2)).
 """
 
 from __future__ import annotations
@@ -15,34 +29,88 @@ import argparse
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
+import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 
-from pe_lab.analysis import descriptions
 from pe_lab.analysis.analysis import Analysis
-from pe_lab.analysis.descriptions import Described
 from pe_lab.analysis.frequencies import incomplete_pairs
-from pe_lab.analysis.phase_precision import (
-    COMPUTED,
-    PRECISIONS,
-    largest_base,
-    product_bound,
-    rounding_errors,
-    slowest_cosine,
-    slowest_sine,
-)
-from pe_lab.checkpoints import open_source
+from pe_lab.analysis.schedule import DescribedModel, add_arguments, described
+from pe_lab.checkpoints.checkpoint import open_source
 from pe_lab.errors import ConfigError
 from pe_lab.evaluation.plan import parse_length
 from pe_lab.evaluation.targets import locate_all, parse_steps
 from pe_lab.evaluation.variants import layers_under, parse_methods
 from pe_lab.positional import Rope, build_schedule, frequencies, label
 from pe_lab.positional.codec import ranges
+from pe_lab.positional.rotation import angles, fixed_point_frequencies
 from pe_lab.results.figures import Figure, Line, LineCharts
 from pe_lab.results.findings import Findings
 from pe_lab.results.table import TextTable
+
+PRECISIONS = {"float32": 24, "float16": 11, "bfloat16": 8}  # significant bits
+COMPUTED = ("float32 product", "bfloat16 positions", "fixed point (pe_lab)")
+TWO_PI = 2 * Fraction("3.14159265358979323846264338327950288419716939937510582097494459")
+
+
+def exact_angles(inv_freq: Float[np.ndarray, " R"], positions: Int[np.ndarray, " P"]) -> Float[np.ndarray, "P R"]:
+    """n w modulo 2 pi, in [-pi, pi), of float64 frequencies taken as exact numbers; by integers of any size."""
+    one = 1 << 128
+    cycles = [int(Fraction(float(w)) / TWO_PI * one) for w in inv_freq]
+    found = [[(int(n) * c + one // 2) % one - one // 2 for c in cycles] for n in positions]
+    return np.array([[float(Fraction(x, one)) for x in row] for row in found]) * (2 * math.pi)
+
+
+def rounding_errors(inv_freq: Float[np.ndarray, " R"], positions: Int[np.ndarray, " P"]) -> dict[str, np.ndarray]:
+    """|computed phase - exact phase| [P, R] in radians, on the circle, for each way of `COMPUTED`.
+
+    Less than 1e-15 of a position is counted as 0: a float64 holds the 2 pi that is taken off the products.
+    """
+    w = inv_freq.astype(np.float32)
+    rounded = positions.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)
+    fixed = jnp.asarray(fixed_point_frequencies(inv_freq))
+    computed = (
+        positions.astype(np.float32)[:, None] * w,
+        rounded[:, None] * w,
+        np.asarray(angles(fixed, jnp.asarray(positions, jnp.int32)[None])[0]),
+    )
+    exact = exact_angles(inv_freq, positions)
+    differences = [np.remainder(phase.astype(np.float64) - exact + math.pi, 2 * math.pi) for phase in computed]
+    errors = [np.abs(x - math.pi) for x in differences]
+    least = 1e-15 * positions[:, None]
+    return {name: np.where(x > least, x, 0) for name, x in zip(COMPUTED, errors, strict=True)}
+
+
+def product_bound(inv_freq: Float[np.ndarray, " R"], position: int) -> Float[np.ndarray, " R"]:
+    """The largest possible error of a float32 product at positions up to `position`, which is at most 2^24."""
+    unit = 2.0**-24
+    return (2 + unit) * unit * position * np.asarray(inv_freq)
+
+
+def slowest_cosine(bits: int) -> float:
+    """The largest w in radians whose cosine rounds to 1 in numbers of `bits` significant bits."""
+    return 2 * math.asin(2 ** (-(bits + 2) / 2))
+
+
+def slowest_sine(bits: int) -> float:
+    """The largest w in radians whose sine is lost when it is added to a number in [1, 2)."""
+    return math.asin(2.0**-bits)
+
+
+def largest_base(slowest: float, head_dim: int, distance: int = 1) -> float:
+    """The base at which the slowest pair of full RoPE rotates by `slowest` radians in `distance` tokens.
+
+    For a head with a single pair, which rotates by 1 whatever the base: infinity.
+    """
+    return math.inf if head_dim <= 2 else (slowest / distance) ** (-head_dim / (head_dim - 2))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The range
 
 METHODS = ("as trained", "PI", "NTK", "YaRN")
 FAR = 2**20  # a position at which rounding is measured, besides the training length and the longest target
@@ -51,7 +119,7 @@ PAPER = (1e4, 64, 32_000, 5)  # base, head_dim, length, and "at least five" pair
 
 
 @dataclass(frozen=True)
-class Rotation:
+class PhaseRotation:
     """Equal rotations of some layers, or of some heads of these, of one description.
 
     Attributes:
@@ -115,7 +183,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--from", dest="source", metavar="RUN[,RUN...]", help="runs, phases, checkpoints, hf:DIR, gguf:FILE")
     add("--steps", help="checkpoints of each phase: all that are kept, or of steps 8000,14000 (default: the last)")
-    descriptions.add_arguments(parser)
+    add_arguments(parser)
     add("--length", help="the training length in tokens (default: that of the recipe or the checkpoint)")
     add("--target", default="2x,4x,16x", help="lengths to extend to, such as 2x,4x or 32k (default: %(default)s)")
     add("--methods", default="pi,ntk,yarn", help="scalings: of pi, ntk, yarn (default: %(default)s)")
@@ -164,14 +232,14 @@ def _run(args: argparse.Namespace) -> Findings:
     return Findings(tuple(sentences), tables, tuple(figures), numbers, shapes, metadata)
 
 
-def _described(args: argparse.Namespace) -> Sequence[Described]:
+def _described(args: argparse.Namespace) -> Sequence[DescribedModel]:
     if sum(map(bool, (args.source, args.config, args.positional))) != 1:
         raise ConfigError(
             "phase is about checkpoints (--from=...), a recipe (--config=...) or layers (--positional=...): "
             "give one of them."
         )
     if not args.source:
-        return descriptions.described(args)
+        return described(args)
     targets = locate_all(args.source, None if args.steps is None else parse_steps(args.steps))
     args.directory = targets[0].root / "analysis" / "phase"
     found = []
@@ -180,13 +248,13 @@ def _described(args: argparse.Namespace) -> Sequence[Described]:
             source = open_source(path)
             phase = source.metadata.get("phase", "")  # of a converted checkpoint, the name of its directory
             name = " ".join(filter(None, dict.fromkeys((target.display_name, phase))))
-            found.append(Described(name, source.layers, source.training_length, source.model, path))
+            found.append(DescribedModel(name, source.layers, source.training_length, source.model, path))
     if args.out is None:
         targets[0].write_marker()
     return found
 
 
-def _targets(args: argparse.Namespace, one: Described) -> tuple[int, tuple[int, ...]]:
+def _targets(args: argparse.Namespace, one: DescribedModel) -> tuple[int, tuple[int, ...]]:
     """The training length and the target lengths of a description."""
     length = one.length if args.length is None else parse_length("--length", args.length, one.length or 0)
     if length is None:
@@ -199,7 +267,9 @@ def _targets(args: argparse.Namespace, one: Described) -> tuple[int, tuple[int, 
     return length, tuple(targets)
 
 
-def rotations(one: Described, lengths: tuple[int, Sequence[int]], methods: Sequence[str]) -> Iterator[Rotation]:
+def rotations(
+    one: DescribedModel, lengths: tuple[int, Sequence[int]], methods: Sequence[str]
+) -> Iterator[PhaseRotation]:
     """The distinct rotations of a model, in the order of layers and heads.
 
     Args:
@@ -227,7 +297,7 @@ def rotations(one: Described, lengths: tuple[int, Sequence[int]], methods: Seque
         if len(at) < len(of) * shape.heads:
             where += f", heads {ranges(sorted({head for m, head in at if m == n}))}"
         here = {key: values[n, h] for key, values in scaled.items()}
-        yield Rotation(one.name, where, label(layer), length, trained[n, h], here, layer.window)
+        yield PhaseRotation(one.name, where, label(layer), length, trained[n, h], here, layer.window)
 
 
 def _largest_errors(inv_freq: Float[np.ndarray, " R"], position: int) -> dict[str, Float[np.ndarray, " R"]]:
@@ -239,7 +309,7 @@ def _counted(count: int, total: int) -> str:
     return f"{count} ({count / total:.0%})"
 
 
-def _range_tables(found: Sequence[Rotation], methods: Sequence[str]) -> tuple[TextTable, TextTable]:
+def _range_tables(found: Sequence[PhaseRotation], methods: Sequence[str]) -> tuple[TextTable, TextTable]:
     complete, scaled = [], []
     for one in found:
         lengths = sorted({n for n, _ in one.targets})
@@ -266,7 +336,7 @@ def _range_tables(found: Sequence[Rotation], methods: Sequence[str]) -> tuple[Te
     )
 
 
-def _precision_table(found: Sequence[Rotation]) -> TextTable:
+def _precision_table(found: Sequence[PhaseRotation]) -> TextTable:
     """What numbers of a precision can tell of a rotation by one token."""
     rows = []
     for one in found:
@@ -280,7 +350,9 @@ def _precision_table(found: Sequence[Rotation]) -> TextTable:
     return TextTable("Pairs that a precision cannot tell from unrotated ones at distance 1", header, tuple(rows), 2)
 
 
-def _sentences(one: Rotation, methods: Sequence[str], errors: Mapping[str, np.ndarray], position: int) -> list[str]:
+def _sentences(
+    one: PhaseRotation, methods: Sequence[str], errors: Mapping[str, np.ndarray], position: int
+) -> list[str]:
     target = min(n for n, _ in one.targets)
     slow, reach = one.incomplete(one.length), one.reach(one.length)
     product, rounded, fixed = (errors[name].max() for name in COMPUTED)
@@ -303,7 +375,7 @@ def _sentences(one: Rotation, methods: Sequence[str], errors: Mapping[str, np.nd
     return sentences
 
 
-def _range_figure(one: Rotation, suffix: str) -> Figure:
+def _range_figure(one: PhaseRotation, suffix: str) -> Figure:
     """The phase at the end of a sequence, by pair, in cycles: as trained, and at each target under each method."""
     shown = np.flatnonzero(one.trained > 0)
     x, end = shown.astype(np.float64), one.reach(one.length)
@@ -330,7 +402,7 @@ def _range_figure(one: Rotation, suffix: str) -> Figure:
     )
 
 
-def _rounding_figure(one: Rotation, largest: Mapping[int, Mapping[str, np.ndarray]], suffix: str) -> Figure:
+def _rounding_figure(one: PhaseRotation, largest: Mapping[int, Mapping[str, np.ndarray]], suffix: str) -> Figure:
     shown = np.flatnonzero(one.trained > 0)
     x = shown.astype(np.float64)
     panels = []
@@ -351,8 +423,6 @@ def _rounding_figure(one: Rotation, largest: Mapping[int, Mapping[str, np.ndarra
 
 
 ANALYSIS = Analysis(
-    "phase",
-    "rotary phases: pairs outside their trained range, rounding errors, and the base that a precision allows",
     "DroPE, section 4.1; arXiv 2602.10959",
     _options,
     _run,

@@ -1,4 +1,4 @@
-"""The sequences that an analysis measures a model on: windows of text, or prompts with needles and questions about them."""
+"""The sequences that a model is measured on: windows of text, or prompts with needles and questions about them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NEEDLES = "needles"  # the suite of symbols, which the model was trained with
 
 
 @dataclass(frozen=True)
-class Questions:
+class SequenceQuestions:
     """Tokens that repeat a needle: Q for each of S sequences, which hold the right answers already.
 
     Attributes:
@@ -68,7 +68,7 @@ class Sequences:
     targets: Int32[np.ndarray, "S T"] | None = None
     segments: Int32[np.ndarray, "S T"] | None = None
     positions: Int32[np.ndarray, "S T"] | None = None
-    questions: Questions | None = None
+    questions: SequenceQuestions | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -86,7 +86,7 @@ class Sequences:
             return None if x is None else np.asarray(x)[chosen]
 
         asked = self.questions
-        questions = None if asked is None else Questions(*(of(x) for x in vars(asked).values()))
+        questions = None if asked is None else SequenceQuestions(*(of(x) for x in vars(asked).values()))
         arrays = (of(x) for x in (self.tokens, self.lengths, self.targets, self.segments, self.positions))
         return Sequences(self.name, *arrays, questions)
 
@@ -209,7 +209,7 @@ def symbol_windows(subject: Subject, length: int, count: int, seed: int) -> Sequ
         f"{counted(count, 'window')} of needles, {length:,} tokens",
         np.asarray(asked.tokens, np.int32),
         np.full(count, length),
-        questions=Questions(asked.at, asked.answers, source, needle),
+        questions=SequenceQuestions(asked.at, asked.answers, source, needle),
     )
 
 
@@ -240,7 +240,7 @@ def prompts(task: Task, tokenizer: Tokenizer, length: int, count: int, seed: int
     needle = np.stack([np.broadcast_to(one[3], (fewest, 2)) for one in found])
     tokens = np.stack([np.pad(row, (0, length - len(row)), mode="edge") for row in rows])
     name = f"{counted(len(rows), 'prompt')} of {task.suite}:{task.name}, {length:,} tokens"
-    questions = Questions(at, answers, source, needle)
+    questions = SequenceQuestions(at, answers, source, needle)
     return Sequences(name, tokens.astype(np.int32), np.asarray(lengths), questions=questions)
 
 

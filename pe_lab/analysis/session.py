@@ -21,6 +21,7 @@ from pe_lab.errors import ConfigError
 from pe_lab.evaluation.scoring.forward import BATCH_TOKENS, BATCH_TOKENS_ELSEWHERE
 from pe_lab.evaluation.targets import Target, load_subjects, locate_all, parse_steps
 from pe_lab.evaluation.variants import Subject, Variant, all_variants, model_name, parse_methods
+from pe_lab.identity import machine, versions
 from pe_lab.language_model import LanguageModel
 from pe_lab.parallel import first_then_others, shared
 from pe_lab.positional import label_layers
@@ -28,7 +29,6 @@ from pe_lab.results.findings import Arrays
 from pe_lab.results.records import digest
 from pe_lab.storage import AnyPath, check_place
 from pe_lab.terminal import Progress, bounded, console
-from pe_lab.training.machine import machine, versions
 
 # (model, B of the sequences) -> arrays with a leading axis of B
 Measure = Callable[[LanguageModel, Sequences], Arrays]
@@ -57,14 +57,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass
-class Session:
+class AnalysisSession:
     """One analysis of some models on some sequences.
 
     Attributes:
       analysis: its name.
       arguments: of the command line.
-      out: the directory of the results. Its folder `parts` holds what was measured, so that an analysis that was ended goes
-        on where it was.
+      out: the directory of the results. Its folder `parts` holds what was measured, so that an analysis that was ended
+        goes on where it was.
       variants: the models: each checkpoint under each encoding.
       names: of the variants, all different.
     """
@@ -90,7 +90,7 @@ class Session:
             if (mine and mine.fingerprint) != (other and other.fingerprint):
                 raise ConfigError(
                     f"{variant.subject.path} and {first.subject.path} have different tokenizers, so they cannot be "
-                    "measured on the same sequences. Analysis them one at a time."
+                    "measured on the same sequences. Analyze them one at a time."
                 )
         return first_then_others(lambda: open_sequences(self.arguments, first.subject))
 
@@ -234,7 +234,7 @@ def footprint(begun: float) -> dict[str, Any]:
     return found
 
 
-def open_session(analysis: str, arguments: argparse.Namespace, out: AnyPath | None) -> Session:
+def open_session(analysis: str, arguments: argparse.Namespace, out: AnyPath | None) -> AnalysisSession:
     """The session of a command line.
 
     Raises:
@@ -255,7 +255,7 @@ def open_session(analysis: str, arguments: argparse.Namespace, out: AnyPath | No
         variants = list(map(named_by_encoding, variants))
     if out is None:
         targets[0].write_marker()
-    return Session(analysis, arguments, where, variants, distinct_names(variants, len(targets) > 1))
+    return AnalysisSession(analysis, arguments, where, variants, distinct_names(variants, len(targets) > 1))
 
 
 def _subjects(target: Target, seeds: int | None) -> list[Subject]:

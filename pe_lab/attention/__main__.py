@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import jax
 
-from pe_lab.attention.capabilities import FEATURES, Request
+from pe_lab.attention.capabilities import FEATURES, AttentionRequest
 from pe_lab.attention.dispatch import IMPLEMENTATIONS, choose, reasons_against
 from pe_lab.errors import ConfigError, UnsupportedError
 from pe_lab.parallel import hide_absent_tpu
@@ -15,17 +15,17 @@ from pe_lab.terminal import argument_parser, bounded, command, positive, table
 
 HEADER = ("", "description", "runs on", *FEATURES, "rotates keys", "gradient", "ring, cache", "head_dim", "dtypes")
 REQUESTS = {
-    "a RoPE layer": Request(),
-    "with a window": Request(needs=frozenset({"windows"})),
-    "of packed documents": Request(needs=frozenset({"segments"})),
-    "an ALiBi layer": Request(needs=frozenset({"slopes"})),
-    "with a learned bias by distance": Request(needs=frozenset({"distance bias"})),
-    "with a key bias and a sink": Request(needs=frozenset({"key bias", "sinks"})),
-    "with a bias by position": Request(needs=frozenset({"position bias"})),
-    "heads that rotate differently": Request(split_heads=True),
-    "float32": Request(dtype="float32"),
-    "1M tokens": Request(length=2**20),
-    "sequences on several devices": Request(partial=True),
+    "a RoPE layer": AttentionRequest(),
+    "with a window": AttentionRequest(needs=frozenset({"windows"})),
+    "of packed documents": AttentionRequest(needs=frozenset({"segments"})),
+    "an ALiBi layer": AttentionRequest(needs=frozenset({"slopes"})),
+    "with a learned bias by distance": AttentionRequest(needs=frozenset({"distance bias"})),
+    "with a key bias and a sink": AttentionRequest(needs=frozenset({"key bias", "sinks"})),
+    "with a bias by position": AttentionRequest(needs=frozenset({"position bias"})),
+    "heads that rotate differently": AttentionRequest(split_heads=True),
+    "float32": AttentionRequest(dtype="float32"),
+    "1M tokens": AttentionRequest(length=2**20),
+    "sequences on several devices": AttentionRequest(partial=True),
 }
 
 
@@ -50,7 +50,7 @@ def choices(platform: str, head_dim: int, length: int) -> list[tuple[str, ...]]:
     rows = [("", "evaluation", "training")]
     for what, request in REQUESTS.items():
         asked = request._replace(platform=platform, head_dim=head_dim)
-        if asked.length == Request().length:
+        if asked.length == AttentionRequest().length:
             asked = asked._replace(length=length)
         found = []
         for backward in (False, True):
@@ -101,7 +101,7 @@ def main(argv: Sequence[str]) -> int:
         f"{arguments.length:,} tokens):\n"
     )
     show(choices(platform, arguments.head_dim, arguments.length))
-    request = Request(platform=platform, head_dim=arguments.head_dim, length=arguments.length)
+    request = AttentionRequest(platform=platform, head_dim=arguments.head_dim, length=arguments.length)
     reasons = {name: " and ".join(reasons_against(name, request)) for name in IMPLEMENTATIONS}
     if any(reasons.values()):
         print("\nThese do not run there:\n")

@@ -14,15 +14,14 @@ from pe_lab.attention.hooks import (
     hook_inputs,
     index_positions,
     key_bias,
-    logits_of_rows,
+    logit_functions,
     output,
     position_bias,
     sink,
 )
-from pe_lab.attention.key_block import AttentionInputs, Noise, scaled
+from pe_lab.attention.key_block import AttentionInputs, scaled
 from pe_lab.attention.layer_encoding import LayerEncoding, check_heads, encode_keys, encode_queries
-from pe_lab.attention.noise import noise_size
-from pe_lab.attention.sharded import on_mesh
+from pe_lab.attention.ring import on_mesh
 from pe_lab.positional import LayerStructure
 
 CPU_BLOCK = 256
@@ -68,11 +67,9 @@ def attention(
     G = key.shape[2]
     check_heads(H, G)
     hooks, inputs_of_hooks, own_value = encoding.hooks, [], value
-    at = positions
-    if hooks.hooks or encoding.noise is not None:
-        at = jnp.asarray(index_positions(T)) if positions is None else positions
-    rows = logits_of_rows(hooks, query)
+    functions = logit_functions(hooks, query)
     if hooks.hooks:
+        at = jnp.asarray(index_positions(T)) if positions is None else positions
         x = jnp.zeros((B, T, 0), query.dtype) if x is None else x
         inputs_of_hooks, _ = hook_inputs(hooks, x, segments=segments)
         query, key = encode(hooks, query, key, at, inputs_of_hooks)
@@ -95,9 +92,8 @@ def attention(
     chosen = IMPLEMENTATIONS[choose(implementation, request, chunk)]
     rotates_inside = request.split_heads and encoding.rotation is not None and positions is None
     rotates_inside = rotates_inside and chosen.capabilities.rotates_keys and not request.partial
-    # The noise of keys depends on rotated keys, whose gradient XLA knows.
-    rotates_inside = rotates_inside and not (backward and encoding.noise is not None) and key.shape[2] == G
-    query = scaled(encode_queries(query, encoding, G, at), encoding.scale(K))
+    rotates_inside = rotates_inside and key.shape[2] == G
+    query = scaled(encode_queries(query, encoding, G), encoding.scale(K))
     by_position = encoding.slope is not None or bool(hooks.having("bias"))
     given = positions if by_position else None
     inputs = AttentionInputs(
@@ -109,21 +105,16 @@ def attention(
         distance_bias=distance_bias(hooks, min(T, window or T), H) if positions is None else None,
         key_bias=key_bias(hooks, inputs_of_hooks, H),
         bias=position_bias(hooks, relative=False if positions is None else None),
-        rows=rows,
+        logit_functions=functions,
         sink=sink(hooks, H),
         window=window,
         # Smaller blocks of logits stay in a CPU's caches: training takes three fifths of the time of blocks of 512.
         chunk=min(chunk, CPU_BLOCK) if request.platform == "cpu" else chunk,
     )
     if rotates_inside:
-        noise = None
-        if encoding.noise is not None:
-            # The size of the keys' noise depends on rotated keys; XLA sums over them without keeping them.
-            rotated = encode_keys(key, encoding._replace(noise=None), H, at)
-            noise = Noise(encoding.noise, noise_size(rotated, encoding.noise, encoding.noise_sigma))
-        inputs = replace(inputs, rotation=encoding.rotation, noise=noise)
+        inputs = replace(inputs, rotation=encoding.rotation)
     else:
-        key = encode_keys(key, encoding, H, at)
+        key = encode_keys(key, encoding, H)
         value = jnp.repeat(value, key.shape[2] // G, axis=2) if key.shape[2] != G else value
     if chosen.kernel and query.shape[3] != K:
         query, key, value = (_filled(one, max(K, query.shape[3])) for one in (query, key, value))

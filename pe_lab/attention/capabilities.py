@@ -47,7 +47,7 @@ class Capabilities(NamedTuple):
     longest: int | None = None
 
 
-class Request(NamedTuple):
+class AttentionRequest(NamedTuple):
     """What a layer requires of its attention.
 
     Attributes:
@@ -69,7 +69,7 @@ class Request(NamedTuple):
     partial: bool = False
 
 
-def refusals(capabilities: Capabilities, request: Request) -> list[str]:
+def refusals(capabilities: Capabilities, request: AttentionRequest) -> list[str]:
     """Why an implementation cannot serve a request: clauses that follow its name; empty if it can."""
     reasons = []
     if missing := [name for name in FEATURES if name in request.needs - capabilities.honours]:
@@ -96,7 +96,7 @@ def check_inputs(name: str, honours: frozenset[str], inputs: AttentionInputs) ->
         inputs.distance_bias,
         inputs.key_bias,
         inputs.bias,
-        inputs.rows,
+        inputs.logit_functions,
         inputs.sink,
     )
     refused = [what for what, x in zip(FEATURES, given, strict=True) if x is not None and what not in honours]

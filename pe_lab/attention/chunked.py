@@ -31,14 +31,14 @@ from pe_lab.attention.key_block import (
     masked_logits,
     padded,
 )
-from pe_lab.attention.rows import attention_by_rows
+from pe_lab.attention.reference import attention_to_all
 from pe_lab.errors import UnsupportedError
 
 
 def chunked_attention(query: Queries, key: Keys, value: Values, inputs: AttentionInputs) -> Outputs:
     """`reference_attention`, one [chunk, chunk] block of logits at a time; blocks without visible keys are skipped."""
-    if inputs.rows is not None:
-        return attention_by_rows(query, key, value, inputs)
+    if inputs.logit_functions is not None:
+        return attention_by_functions(query, key, value, inputs)
     return whole_sequence(PAIR)(query, key, value, inputs)
 
 
@@ -53,10 +53,10 @@ def chunked_key_block(
 ) -> PartialAttention:
     """Attention to a block of keys, computed by XLA; arguments as in `kernels.tpu.tpu_key_block`.
 
-    Keys beyond `used` take as much time as others. Rows with different `start` are computed one by one.
+    Keys beyond `used` take as much time as others. Sequences with different `start` are computed one by one.
     """
-    if inputs.noise is not None or inputs.rows is not None:
-        raise UnsupportedError("chunked attention to a block of keys has no noise and no functions of all logits.")
+    if inputs.logit_functions is not None:
+        raise UnsupportedError("chunked attention to a block of keys has no functions of all logits.")
     if layer is not None:
         key, value = (jax.lax.dynamic_index_in_dim(x, layer, 0, keepdims=False) for x in (key, value))
     if inputs.rotation is not None:
@@ -69,14 +69,14 @@ def chunked_key_block(
 
     shared = {"slope": inputs.slope, "distance_bias": inputs.distance_bias, "bias": inputs.bias}
 
-    def row(q: jax.Array, k: jax.Array, v: jax.Array, inputs: AttentionInputs) -> PartialAttention:
+    def of_sequence(q: jax.Array, k: jax.Array, v: jax.Array, inputs: AttentionInputs) -> PartialAttention:
         one = replace(jax.tree.map(lambda x: x[None], inputs), **shared)
         out, logsumexp = attend(q[None], k[None], v[None], one, PAIR, wide)
         return PartialAttention(out[0], logsumexp[0])
 
     inputs = replace(inputs, slope=None, distance_bias=None, bias=None)
-    rows = jax.tree.map(lambda x: jnp.broadcast_to(x, (query.shape[0], *x.shape[1:])), inputs)
-    return jax.vmap(row)(query, key, value, rows)
+    each = jax.tree.map(lambda x: jnp.broadcast_to(x, (query.shape[0], *x.shape[1:])), inputs)
+    return jax.vmap(of_sequence)(query, key, value, each)
 
 
 class _Blocks(NamedTuple):
@@ -163,10 +163,10 @@ def _partial(
     *,
     wide: bool = False,
 ) -> PartialAttention:
-    """Attention to a block of keys; all rows start at the same place. `wide`: `out` in float32."""
+    """Attention to a block of keys; all sequences start at the same place. `wide`: `out` in float32."""
     B, H, T, K = q.shape
     blocks = _in_blocks(q, k, v, inputs)
-    t, s, rows = blocks.queries_per_block, blocks.keys_per_block, blocks.q.shape[:3]
+    t, s, shape = blocks.queries_per_block, blocks.keys_per_block, blocks.q.shape[:3]
 
     def query_block(i: jax.Array) -> tuple[jax.Array, jax.Array]:
         q_i = _part(blocks.q, i, t, 3)
@@ -180,9 +180,9 @@ def _partial(
             return softmax.add(blocks.logits(q_i, _part(blocks.k, j, s, 2), i, j), weighted)
 
         start = OnlineSoftmax(
-            jnp.full((*rows, t), FLOOR, jnp.float32),
-            jnp.zeros((*rows, t), jnp.float32),
-            jnp.zeros((*rows, t, v.shape[-1]), jnp.float32),
+            jnp.full((*shape, t), FLOOR, jnp.float32),
+            jnp.zeros((*shape, t), jnp.float32),
+            jnp.zeros((*shape, t, v.shape[-1]), jnp.float32),
         )
         highest, total, out = jax.lax.fori_loop(*blocks.visible_keys(i), key_block, start)
         some = total > 0
@@ -207,7 +207,7 @@ def chunked_gradient(
     """The gradients that come from one block of keys; float32.
 
     Args:
-      q, k, v, inputs: as in `chunked_key_block`; all rows start at the same place.
+      q, k, v, inputs: as in `chunked_key_block`; all sequences start at the same place.
       logsumexp: of the logits of all keys, of which this block is a part.
       inner: sum over channels of d_out times the output of the whole attention, minus the gradient of the logsumexp.
       d_out: gradient of that output.
@@ -215,10 +215,10 @@ def chunked_gradient(
     B, H, T, K = q.shape
     G, S = k.shape[1:3]
     blocks = _in_blocks(q, k, v, inputs)
-    t, s, rows = blocks.queries_per_block, blocks.keys_per_block, blocks.q.shape[:3]
+    t, s, shape = blocks.queries_per_block, blocks.keys_per_block, blocks.q.shape[:3]
     # Padded queries get weight 0: with a logsumexp of 0, their weights could overflow.
-    logsumexp = jnp.pad(logsumexp, ((0, 0), (0, 0), (0, -T % t)), constant_values=-MASKED).reshape(*rows, -1)
-    inner = padded(inner, 2, t).reshape(*rows, -1)
+    logsumexp = jnp.pad(logsumexp, ((0, 0), (0, 0), (0, -T % t)), constant_values=-MASKED).reshape(*shape, -1)
+    inner = padded(inner, 2, t).reshape(*shape, -1)
     d_out = padded(d_out, 2, t).reshape(*blocks.q.shape[:-1], -1)
 
     def query_block(sums: KeyBlockGradients, i: jax.Array) -> tuple[KeyBlockGradients, jax.Array]:
@@ -297,3 +297,30 @@ def _add_part(x: jax.Array, part: jax.Array, index: jax.Array, size: int, axis: 
 
 
 PAIR = Pair(_partial, chunked_gradient)
+
+
+def attention_by_functions(query: Queries, key: Keys, value: Values, inputs: AttentionInputs) -> Outputs:
+    """`reference_attention`, one block of queries against all keys at a time.
+
+    A block's logits are computed again for the gradient, so that memory is that of [chunk, T] logits.
+    """
+    B, T, H, K = query.shape
+    chunk = min(inputs.chunk, T)
+    functions = inputs.logit_functions
+    raw = None if functions is None else padded(functions.query, 1, chunk)
+    padded_query = padded(query, 1, chunk)
+
+    @jax.checkpoint
+    def block(i: Int[Array, ""]) -> Queries:
+        first = i * chunk
+        part = jax.lax.dynamic_slice_in_dim(padded_query, first, chunk, axis=1)
+        one = inputs.of_tokens(
+            lambda x: jax.lax.dynamic_slice_in_dim(padded(x, 1, chunk), first, chunk, axis=1), lambda x: x
+        )
+        if functions is not None and raw is not None:
+            of_block = replace(functions, query=jax.lax.dynamic_slice_in_dim(raw, first, chunk, axis=1))
+            one = replace(one, logit_functions=of_block)
+        return attention_to_all(part, key, value, one, first)
+
+    out = jax.lax.map(block, jnp.arange(padded_query.shape[1] // chunk))  # [blocks, B, chunk, H, V]
+    return jnp.moveaxis(out, 0, 1).reshape(B, -1, H, value.shape[-1])[:, :T]

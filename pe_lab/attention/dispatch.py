@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import jax
 
-from pe_lab.attention.capabilities import FEATURES, Capabilities, Request, refusals
+from pe_lab.attention.capabilities import FEATURES, AttentionRequest, Capabilities, refusals
 from pe_lab.attention.chunked import chunked_attention, chunked_gradient, chunked_key_block
 from pe_lab.attention.dense import dense_attention
 from pe_lab.attention.gradient import Pair, whole_sequence
@@ -34,7 +34,7 @@ class Implementation:
 
     Attributes:
       description: a few words.
-      run: as `reference_attention`, for a whole sequence; with `rotates_keys`, also with rotation and noise.
+      run: as `reference_attention`, for a whole sequence; with `rotates_keys`, also with rotation.
       capabilities: what it supports.
       partial: as `chunked_key_block`, for a block of keys, if it has that; a context axis and KV caches need it.
       gradient: of `partial`, where `capabilities.backward`.
@@ -102,7 +102,7 @@ def layer_request(
     positions: bool = False,
     backward: bool = False,
     partial: bool | None = None,
-) -> Request:
+) -> AttentionRequest:
     """The request of one layer, for the devices that are being traced for.
 
     Args:
@@ -122,7 +122,7 @@ def layer_request(
         "windows": structure.window is not None,
         **dict.fromkeys(hook_features(structure.hooks, positions), True),
     }
-    return Request(
+    return AttentionRequest(
         needs=frozenset(name for name, needed in needs.items() if needed),
         platform=platform(),
         head_dim=K,
@@ -134,7 +134,7 @@ def layer_request(
     )
 
 
-def order(request: Request, chunk: int) -> tuple[str, ...]:
+def order(request: AttentionRequest, chunk: int) -> tuple[str, ...]:
     """The names that `auto` tries, the fastest first."""
     names = _ORDER[request.platform]
     if request.split_heads:
@@ -146,7 +146,7 @@ def order(request: Request, chunk: int) -> tuple[str, ...]:
     return names
 
 
-def reasons_against(name: str, request: Request) -> list[str]:
+def reasons_against(name: str, request: AttentionRequest) -> list[str]:
     """Why an implementation cannot serve a request on this machine; empty if it can."""
     one = IMPLEMENTATIONS[name]
     reasons = refusals(one.capabilities, request)
@@ -159,7 +159,7 @@ def reasons_against(name: str, request: Request) -> list[str]:
     return reasons
 
 
-def choose(name: str, request: Request, chunk: int = 512) -> str:
+def choose(name: str, request: AttentionRequest, chunk: int = 512) -> str:
     """The name of the implementation that serves a request: the given one, or for `auto` the fastest.
 
     Raises:
@@ -184,7 +184,7 @@ def choose(name: str, request: Request, chunk: int = 512) -> str:
     return name
 
 
-def cache_kernel(name: str, request: Request) -> KeyBlockKernel | None:
+def cache_kernel(name: str, request: AttentionRequest) -> KeyBlockKernel | None:
     """The kernel that attends to KV caches, for a request with `partial`; None: `cached_attention` in XLA does.
 
     A name that serves training only is ignored.

@@ -48,7 +48,7 @@ def attend(
 ) -> PartialAttention:
     """`pair.partial`, with gradients of the output and of the logsumexp.
 
-    Queries, keys, values, slopes and biases have gradients; rotations, noise and everything else have none.
+    Queries, keys, values, slopes and biases have gradients; rotations and everything else have none.
     """
     return pair.partial(query, key, value, inputs, wide=wide)
 
@@ -114,7 +114,7 @@ def whole_sequence(pair: Pair) -> Callable[..., jax.Array]:
 
     def run(query: Queries, key: Keys, value: Values, inputs: AttentionInputs) -> Outputs:
         q, k, v = (x.transpose(0, 2, 1, 3) for x in (query, key, value))
-        sink, inputs = inputs.sink, replace(inputs.for_every_row(query.shape[0]), sink=None)
+        sink, inputs = inputs.sink, replace(inputs.for_every_sequence(query.shape[0]), sink=None)
         found = attend(q, k, v, inputs, pair)
         return with_sink(found, sink, query.dtype).transpose(0, 2, 1, 3)
 

@@ -13,12 +13,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from pe_lab.attention.bias import PositionBias, on_heads
-from pe_lab.attention.key_block import MASKED, LogitsOfRows
+from pe_lab.attention.key_block import MASKED, LogitFunctions
 from pe_lab.attention.running_sums import running_sum, tokens_before
-from pe_lab.errors import ConfigError, UnsupportedError
+from pe_lab.errors import ConfigError, UnsupportedError, call
 from pe_lab.parallel import balanced_order, context_size, padded_length
 from pe_lab.positional import Encoding, HeadShape, LayerHooks, has
-from pe_lab.positional.hooks import call, call_for_array, parameter_settings
+from pe_lab.positional.hooks import call_for_array, parameter_settings
 
 
 @jax.tree_util.register_dataclass
@@ -103,16 +103,18 @@ def encode(
     positions: Int[Array, "#B T"],
     inputs: Sequence[Array],
 ) -> tuple[Float[Array, "B T H any"], Float[Array, "B T heads any"]]:
-    """Queries and keys after all `encode` hooks; keys of H heads where a hook acts on a part of a group."""
+    """Queries and keys after all `encode` hooks; keys of H heads where those of the query heads of a group differ."""
     H, G = query.shape[2], key.shape[2]
     for n, (encoding, _, heads), params in hooks.having("encode"):
-        found = call(encoding, "encode", params, query, key[:, :, :: key.shape[2] // G], positions, inputs[n])
-        wanted = f"queries [B, T, {H}, K] and keys [B, T, {G}, K] of one K, with B, T {list(query.shape[:2])}"
-        if not isinstance(found, tuple) or len(found) != 2 or any(getattr(one, "ndim", 0) != 4 for one in found):
-            raise _wrong(encoding, "encode", found, wanted)
-        q, k = (one.astype(query.dtype) for one in found)
-        if q.shape[:3] != query.shape[:3] or k.shape[:3] != (*query.shape[:2], G) or q.shape[3] != k.shape[3]:
-            raise _wrong(encoding, "encode", found, wanted)
+        if key.shape[2] == G:
+            q, k = _encoded(encoding, params, query, key, positions, inputs[n])
+        else:
+            # A hook takes G key heads: it is applied to the keys of each member of the groups.
+            members = [key[:, :, m :: H // G] for m in range(H // G)]
+            found = [_encoded(encoding, params, query, one, positions, inputs[n]) for one in members]
+            q, k = found[0][0], key
+            if any(new is not one for (_, new), one in zip(found, members, strict=True)):
+                k = _interleaved([_repeated(new, H) for _, new in found])
         if not heads:
             query, key = q, k
             continue
@@ -123,14 +125,39 @@ def encode(
             )
         chosen = _chosen(heads, H)
         query = jnp.where(jnp.asarray(chosen)[:, None], q, query)
-        if found[1] is key:
+        if k is key:
             continue
-        if key.shape[2] == G and not _splits(chosen, G):
+        if k.shape[2] == key.shape[2] == G and not _splits(chosen, G):
             key = jnp.where(jnp.asarray(chosen.reshape(G, -1)[:, 0])[:, None], k, key)
         else:
-            repeated = (jnp.repeat(one, H // one.shape[2], axis=2) for one in (k, key))
-            key = jnp.where(jnp.asarray(chosen)[:, None], *repeated)
+            key = jnp.where(jnp.asarray(chosen)[:, None], _repeated(k, H), _repeated(key, H))
     return query, key
+
+
+def _encoded(
+    encoding: Encoding, params: Any, query: Array, key: Array, positions: Array, x: Array
+) -> tuple[Float[Array, "B T H any"], Float[Array, "B T heads any"]]:
+    """What an `encode` hook returns, checked, in the dtype of the queries; unchanged keys are themselves."""
+    found = call(encoding, "encode", params, query, key, positions, x)
+    (B, T, H, _), G = query.shape, key.shape[2]
+    wanted = f"queries [B, T, {H}, K] and keys [B, T, {G}, K] of one K, with B, T {[B, T]}"
+    if not isinstance(found, tuple) or len(found) != 2 or any(getattr(one, "ndim", 0) != 4 for one in found):
+        raise _wrong(encoding, "encode", found, wanted)
+    q, k = found[0].astype(query.dtype), key if found[1] is key else found[1].astype(query.dtype)
+    if q.shape[:3] != (B, T, H) or k.shape[:2] != (B, T) or k.shape[2] not in (G, H) or q.shape[3] != k.shape[3]:
+        raise _wrong(encoding, "encode", found, wanted)
+    return q, k
+
+
+def _repeated(keys: Float[Array, "B T heads K"], num_heads: int) -> Float[Array, "B T H K"]:
+    return jnp.repeat(keys, num_heads // keys.shape[2], axis=2)
+
+
+def _interleaved(of_members: Sequence[Float[Array, "B T H K"]]) -> Float[Array, "B T H K"]:
+    """The keys of query head h from array h modulo the number of arrays."""
+    count = len(of_members)
+    keys = jnp.stack([one[:, :, m::count] for m, one in enumerate(of_members)], axis=3)
+    return keys.reshape(of_members[0].shape)
 
 
 def _chosen(heads: tuple[int, ...], num_heads: int) -> np.ndarray:
@@ -170,10 +197,10 @@ def key_bias(hooks: Hooks, inputs: Sequence[Array], num_heads: int) -> Float[Arr
     return total
 
 
-def logits_of_rows(hooks: Hooks, query: Float[Array, "B T H K"]) -> LogitsOfRows | None:
+def logit_functions(hooks: Hooks, query: Float[Array, "B T H K"]) -> LogitFunctions | None:
     """The `logits` hooks, for queries that are neither encoded nor scaled."""
     found = hooks.having("logits")
-    return LogitsOfRows(query, tuple(p for _, _, p in found), tuple(one for _, one, _ in found)) if found else None
+    return LogitFunctions(query, tuple(p for _, _, p in found), tuple(one for _, one, _ in found)) if found else None
 
 
 def sink(hooks: Hooks, num_heads: int) -> Float[Array, " H"] | None:

@@ -25,31 +25,19 @@ RESIDUALS = "attention"  # the name under which rematerialization may keep the o
 FLOOR = -5e29  # the first value of running maxima: above MASKED, so that an invisible key has weight exactly 0
 
 
-class Rotation(NamedTuple):
-    """Frequencies in fixed point and gains, for kernels that rotate keys inside; one row, G rows or H rows.
+class KeyRotation(NamedTuple):
+    """Frequencies in fixed point and gains, for kernels that rotate keys inside; one rotation, G or H.
 
     Rotations are relative: a kernel may count positions from any origin, and uses the index of a key in its block.
     """
 
-    fixed_freq: UInt32[Array, "rows R 2"]
-    gain: Float[Array, "rows R"]
-
-
-class Noise(NamedTuple):
-    """Query heads whose keys a kernel replaces by Gaussian noise (DoPE); their queries are replaced already.
-
-    Attributes:
-      seeds: of each query head; 0 = none.
-      size: [B, S] the standard deviation of a key's noise.
-    """
-
-    seeds: UInt32[Array, " H"]
-    size: Float[Array, "B S"]
+    fixed_freq: UInt32[Array, "rotations R 2"]
+    gain: Float[Array, "rotations R"]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class LogitsOfRows:
+class LogitFunctions:
     """The `logits` hooks of a layer. A pytree: `hooks` are static, `params` are theirs; `query` is neither scaled nor
     rotated."""
 
@@ -93,10 +81,9 @@ class AttentionInputs:
       distance_bias: added to the logit of a query and a key whose indices are d apart: entry min(d, D - 1).
       key_bias: added to all logits of a key.
       bias: added to the logits, a function of positions.
-      rows: replaces all logits of a query; only for a whole sequence.
+      logit_functions: replace all logits of a query; only for a whole sequence.
       sink: a logit in the denominator of each head's softmax; only for a whole sequence.
       rotation: keys are not rotated yet, and the kernel rotates them by their index; queries are rotated already.
-      noise: keys to replace by noise, a function of their index; requires a rotation of H rows.
       window: a query sees the last `window` tokens, itself included; None sees all.
       chunk: queries and keys per block of chunked attention; other implementations do not read it.
     """
@@ -111,10 +98,9 @@ class AttentionInputs:
     distance_bias: Float[Array, "H D"] | None = None
     key_bias: Float[Array, "#B H S"] | None = None
     bias: PositionBias | None = None
-    rows: LogitsOfRows | None = None
+    logit_functions: LogitFunctions | None = None
     sink: Float[Array, " H"] | None = None
-    rotation: Rotation | None = None
-    noise: Noise | None = None
+    rotation: KeyRotation | None = None
     window: int | None = field(default=None, metadata={"static": True})
     chunk: int = field(default=512, metadata={"static": True})
 
@@ -131,11 +117,11 @@ class AttentionInputs:
             key_bias=jax.tree.map(lambda x: keys(x.swapaxes(1, 2)).swapaxes(1, 2), self.key_bias),
         )
 
-    def for_every_row(self, rows: int) -> AttentionInputs:
+    def for_every_sequence(self, count: int) -> AttentionInputs:
         """With arrays of tokens as [B, T, ...], as kernels take them."""
 
         def whole(x: jax.Array) -> jax.Array:
-            return jnp.broadcast_to(x, (rows, *x.shape[1:]))
+            return jnp.broadcast_to(x, (count, *x.shape[1:]))
 
         return self.of_tokens(whole, whole)
 
@@ -191,19 +177,15 @@ def check_block(num_heads: int, key: jax.Array, value: jax.Array, inputs: Attent
     """The number of rotations of keys [L, B, G, S, K] that a kernel computes, 0 for none.
 
     Raises:
-      UnsupportedError: a bias that is a function, or noise without a rotation of H rows.
+      UnsupportedError: a bias that is a function, or functions of all logits.
     """
     if value.shape != key.shape or num_heads % key.shape[2]:
         raise ValueError(
             f"{num_heads} query heads, keys of shape {key.shape} and values of {value.shape} do not go together."
         )
-    rotations = 0 if inputs.rotation is None else inputs.rotation.fixed_freq.shape[0]
-    functions = inputs.bias is not None or inputs.rows is not None
-    if functions or (inputs.noise is not None and rotations != num_heads):
-        raise UnsupportedError(
-            "attention kernel: no function of logits, and noise only with a rotation per query head."
-        )
-    return rotations
+    if inputs.bias is not None or inputs.logit_functions is not None:
+        raise UnsupportedError("attention kernel: no function of logits.")
+    return 0 if inputs.rotation is None else inputs.rotation.fixed_freq.shape[0]
 
 
 def heads_of_groups(x: Float[Array, "#B H *axes"], kv_heads: int) -> Float[Array, "#B G M *axes"]:
@@ -285,19 +267,19 @@ def masked_logits(
     return jnp.where(mask[:, None, None], logits, MASKED)
 
 
-def block_rotations(rotation: Rotation, blocks: int, size: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+def block_rotations(rotation: KeyRotation, blocks: int, size: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Cosine and sine at the start of each block of positions, gain included, and at each position within a block.
 
     The angle of a position is the sum of both angles, so a kernel computes rotations by the addition theorems, with
     the accuracy of float32 at any position.
 
     Returns:
-      Two arrays [rows, blocks, R], then two arrays [rows, size, R].
+      Two arrays [rotations, blocks, R], then two arrays [rotations, size, R].
     """
     gain = rotation.gain[:, None]
     places = jnp.arange(max(blocks, size), dtype=jnp.int32)
     coarse, fine = (
-        angles(rotation.fixed_freq, positions[None])[0].swapaxes(0, 1)  # [rows, positions, R]
+        angles(rotation.fixed_freq, positions[None])[0].swapaxes(0, 1)  # [rotations, positions, R]
         for positions in (places[:blocks] * size, places[:size])
     )
     return jnp.cos(coarse) * gain, jnp.sin(coarse) * gain, jnp.cos(fine), jnp.sin(fine)

@@ -6,11 +6,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Float
 
 from pe_lab.attention.hooks import Hooks
-from pe_lab.attention.key_block import Rotation
-from pe_lab.attention.noise import KEYS, QUERIES, replace_heads_by_noise
+from pe_lab.attention.key_block import KeyRotation
 from pe_lab.errors import ConfigError
 from pe_lab.positional import rotate
 
@@ -19,35 +18,29 @@ class LayerEncoding(NamedTuple):
     """One layer's part of the schedule. None = absent from the compiled program.
 
     Attributes:
-      cos, sin: [B or 1, T, 1 or G or H, R] float32, gain included (see `positional.rotation_tables`). With H rows, keys
-        are rotated once per query head; with G rows, the queries of a group use the row of their key head.
+      cos, sin: [B or 1, T, 1 or G or H, R] float32, gain included (see `positional.rotation_tables`). With H rotations,
+        keys are rotated once per query head; with G, the queries of a group use that of their key head.
       slope: [H] ALiBi's penalty per token.
       logit_scale: scalar factor on the logits.
-      noise: [H] seeds of heads whose queries and keys are noise, 0 = none; requires cos and sin of H rows.
-      noise_sigma: scalar standard deviation of the noise; None or 0 = that of the other heads' components.
       hooks: of encodings that are more than rotations and slopes.
       rotation: the frequencies and gains of cos and sin, for kernels that rotate keys inside; None where positions are
         not indices.
     """
 
-    cos: Float[Array, "B T rows R"] | None = None
-    sin: Float[Array, "B T rows R"] | None = None
+    cos: Float[Array, "B T rotations R"] | None = None
+    sin: Float[Array, "B T rotations R"] | None = None
     slope: Float[Array, " H"] | None = None
     logit_scale: Float[Array, ""] | None = None
-    noise: UInt32[Array, " H"] | None = None
-    noise_sigma: Float[Array, ""] | None = None
     hooks: Hooks = Hooks()
-    rotation: Rotation | None = None
+    rotation: KeyRotation | None = None
 
     def scale(self, head_dim: int) -> Float[Array, ""]:
         """The factor on the product of a query and a key: 1 / sqrt(K) times the logit scale."""
         return jnp.float32(head_dim**-0.5) * (1.0 if self.logit_scale is None else self.logit_scale)
 
 
-def encode_queries(
-    query: Float[Array, "B T H K"], encoding: LayerEncoding, kv_heads: int, positions: Int[Array, "#B T"] | None
-) -> Float[Array, "B T H K"]:
-    """Queries, rotated or replaced by noise. Positions of None count from 0."""
+def encode_queries(query: Float[Array, "B T H K"], encoding: LayerEncoding, kv_heads: int) -> Float[Array, "B T H K"]:
+    """Queries, rotated."""
     H = query.shape[2]
     if encoding.cos is not None and encoding.sin is not None:
         cos, sin = encoding.cos, encoding.sin
@@ -55,20 +48,16 @@ def encode_queries(
         if cos.shape[2] not in (1, H):
             cos, sin = jnp.repeat(cos, H // kv_heads, axis=2), jnp.repeat(sin, H // kv_heads, axis=2)
         query = rotate(query, cos, sin)
-    if encoding.noise is None:
-        return query
-    return replace_heads_by_noise(query, encoding.noise, positions, QUERIES, encoding.noise_sigma)
+    return query
 
 
-def encode_keys(
-    key: Float[Array, "B T G K"], encoding: LayerEncoding, num_heads: int, positions: Int[Array, "#B T"] | None
-) -> Float[Array, "B T heads K"]:
-    """Keys, rotated or replaced by noise; of H heads where the heads of a group rotate differently.
+def encode_keys(key: Float[Array, "B T G K"], encoding: LayerEncoding, num_heads: int) -> Float[Array, "B T heads K"]:
+    """Keys, rotated; of H heads where the heads of a group rotate differently.
 
     `key` may have H heads already, after hooks.
 
     Raises:
-      ConfigError: rotations that fit no heads, or noise without a rotation of H rows.
+      ConfigError: rotations that fit no heads.
     """
     G = key.shape[2]
     if encoding.cos is not None and encoding.sin is not None:
@@ -79,11 +68,7 @@ def encode_keys(
             cos, sin = (jnp.repeat(x, G // cos.shape[2], axis=2) for x in (cos, sin))
         _check_rotation(cos, key, G, num_heads)
         key = rotate(key, cos, sin)
-    if encoding.noise is None:
-        return key
-    if key.shape[2] != num_heads:
-        raise ConfigError("attention: heads can only become noise where keys are rotated per query head.")
-    return replace_heads_by_noise(key, encoding.noise, positions, KEYS, encoding.noise_sigma)
+    return key
 
 
 def check_heads(num_heads: int, kv_heads: int) -> None:
@@ -93,11 +78,9 @@ def check_heads(num_heads: int, kv_heads: int) -> None:
 
 
 def _check_rotation(cos: jax.Array, x: jax.Array, kv_heads: int, num_heads: int) -> None:
-    rows, channels = cos.shape[2], 2 * cos.shape[3]
-    if rows not in (1, kv_heads, num_heads):
-        raise ConfigError(
-            f"attention: {rows} rows of rotations fit neither {kv_heads} key heads nor {num_heads} query heads."
-        )
+    count, channels = cos.shape[2], 2 * cos.shape[3]
+    if count not in (1, kv_heads, num_heads):
+        raise ConfigError(f"attention: {count} rotations fit neither {kv_heads} key heads nor {num_heads} query heads.")
     if x.shape[3] != channels:
         raise ConfigError(
             f"attention: a hook of this layer makes heads of {x.shape[3]} channels, and the layer's rotation is for "

@@ -48,7 +48,7 @@ def reference_attention(query: Queries, key: Keys, value: Values, inputs: Attent
 
     Args:
       query, key, value: of one sequence per row; queries and keys encoded, queries scaled.
-      inputs: for queries and keys of the same tokens: without start, used, rotation and noise.
+      inputs: for queries and keys of the same tokens: without start, used and rotation.
     """
     return attention_to_all(query, key, value, inputs, 0)
 
@@ -72,8 +72,8 @@ def attention_to_all(
     if added is not None:
         logits += heads_of_groups(added, G)
     logits = jnp.where(visible(distance, inputs)[:, None, None], logits, MASKED)
-    if inputs.rows is not None:
-        logits = inputs.rows.apply(logits.reshape(B, H, T, S)).reshape(logits.shape)
+    if inputs.logit_functions is not None:
+        logits = inputs.logit_functions.apply(logits.reshape(B, H, T, S)).reshape(logits.shape)
     weights = softmax(logits, inputs.sink)
     out = jnp.einsum("bgmts,bgsk->bgmtk", weights.astype(value.dtype), v, preferred_element_type=jnp.float32)
     return out.transpose(0, 3, 1, 2, 4).reshape(B, T, H, -1).astype(query.dtype)

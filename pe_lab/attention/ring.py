@@ -1,21 +1,15 @@
-"""Attention of a sequence sharded over several devices: keys and values travel around a ring (Liu et al. 2023).
-
-Every device keeps its queries, in `parallel.balanced_order`: an early and a late chunk of the sequence. Keys and values
-travel, with the positions and segments that masks need. Of the four pairs of a device's two chunks of queries and a
-visitor's two chunks of keys, one is never visible, one always, and two depend on which device holds the later tokens:
-all devices have equal work. The results are merged by their logsumexp. Devices send the next keys while they
-attend to the present ones.
-"""
+"""Attention on a mesh: kernels run on each device's part, and keys travel around a ring where sequences are sharded."""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from pe_lab.attention.gradient import Pair, gradient_of_inputs
@@ -24,13 +18,23 @@ from pe_lab.attention.key_block import (
     RESIDUALS,
     AttentionInputs,
     KeyBlockGradients,
+    KeyRotation,
+    Keys,
+    Outputs,
     PartialAttention,
+    Queries,
+    Values,
     merge,
     with_sink,
 )
+from pe_lab.errors import UnsupportedError
+from pe_lab.parallel import current_mesh
+
+if TYPE_CHECKING:
+    from pe_lab.attention.dispatch import Implementation
 
 
-class _Static(NamedTuple):
+class _RingSettings(NamedTuple):
     axis: str
     size: int
     pair: Pair
@@ -65,12 +69,12 @@ def ring_attention(
       pair: computes attention to a block of keys, and its gradient.
     """
     sink, inputs = inputs.sink, replace(inputs, sink=None)
-    return with_sink(_ring(query, key, value, inputs, _Static(axis, size, pair)), sink, query.dtype)
+    return with_sink(_ring(query, key, value, inputs, _RingSettings(axis, size, pair)), sink, query.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _ring(
-    query: jax.Array, key: jax.Array, value: jax.Array, inputs: AttentionInputs, static: _Static
+    query: jax.Array, key: jax.Array, value: jax.Array, inputs: AttentionInputs, static: _RingSettings
 ) -> PartialAttention:
     return _forward_rule(query, key, value, inputs, static)[0]
 
@@ -80,7 +84,7 @@ def _halves(x: jax.Array, axis: int) -> list[jax.Array]:
 
 
 def _visible_pairs(
-    inputs: AttentionInputs, visitor: _Visitor, static: _Static, step: jax.Array, shape: tuple[int, ...]
+    inputs: AttentionInputs, visitor: _Visitor, static: _RingSettings, step: jax.Array, shape: tuple[int, ...]
 ) -> list[tuple[int, int, AttentionInputs]]:
     """The visible pairs of chunks at one step: chunk of queries, chunk of keys, and the inputs of this pair.
 
@@ -99,13 +103,13 @@ def _visible_pairs(
     return [(i, j, pair(i, j, start)) for i, j, start in starts]
 
 
-def _to_next_device(x: Any, static: _Static) -> Any:
+def _to_next_device(x: Any, static: _RingSettings) -> Any:
     n = static.size
     return jax.tree.map(lambda a: jax.lax.ppermute(a, static.axis, [(i, (i + 1) % n) for i in range(n)]), x)
 
 
 def _forward(
-    query: jax.Array, key: jax.Array, value: jax.Array, inputs: AttentionInputs, static: _Static
+    query: jax.Array, key: jax.Array, value: jax.Array, inputs: AttentionInputs, static: _RingSettings
 ) -> PartialAttention:
     queries = _halves(query, 2)
 
@@ -178,3 +182,69 @@ def _backward_rule(static, saved, d):  # noqa: ANN001, ANN202
 
 
 _ring.defvjp(_forward_rule, _backward_rule)
+
+
+def on_mesh(
+    implementation: Implementation, query: Queries, key: Keys, value: Values, inputs: AttentionInputs
+) -> Outputs:
+    """Attention of whole sequences on the mesh that is being traced for; without a mesh, on one device.
+
+    Arguments as in `reference_attention`. Rows and heads are independent, and each device computes its own. Where the
+    length is sharded over several devices, they call `ring_attention`.
+    """
+    current = current_mesh()
+    if current is None:
+        return implementation.run(query, key, value, inputs)
+    mesh, rules = current
+    batch, length, heads, _ = rules.spec(("batch", "length", "heads", "head_dim"), query.shape, mesh, "queries")
+    kv_heads = rules.spec(("batch", "length", "kv_heads", "head_dim"), key.shape, mesh, "keys")[2]
+    if heads is not None and kv_heads is None:
+        # Key heads that do not divide over the devices of `tensor` are repeated for each query head.
+        key, value = (jnp.repeat(x, query.shape[2] // key.shape[2], axis=2) for x in (key, value))
+    tokens = PartitionSpec(batch, length, heads, None)
+
+    if heads is not None and mesh.shape[heads] > 1 and inputs.bias is not None:
+        raise UnsupportedError(
+            "attention: a bias that is a function of positions serves all heads at once, and this mesh shards them "
+            f"over {mesh.shape[heads]} devices: use mesh.tensor=1, or a relative bias."
+        )
+    size = mesh.shape[length] if length is not None else 1
+    pair = Pair(implementation.partial, implementation.gradient)
+
+    def ring(query: jax.Array, key: jax.Array, value: jax.Array, inputs: AttentionInputs) -> jax.Array:
+        q, k, v = (x.transpose(0, 2, 1, 3) for x in (query, key, value))
+        inputs = inputs.for_every_sequence(len(query))
+        out = ring_attention(q, k, v, inputs, axis=length, size=size, pair=pair)
+        return out.transpose(0, 2, 1, 3)
+
+    return jax.shard_map(
+        ring if size > 1 else implementation.run,
+        mesh=mesh,
+        in_specs=(tokens, tokens, tokens, input_specs(inputs, batch, length, heads)),
+        out_specs=tokens,
+        check_vma=False,
+    )(query, key, value, inputs)
+
+
+def input_specs(inputs: AttentionInputs, batch: Any, length: Any, heads: Any) -> AttentionInputs:
+    """How the inputs are sharded where sequences, tokens and heads are sharded over these mesh axes."""
+
+    def of_rows(x: jax.Array) -> PartitionSpec:  # [B or 1] or [B or 1, T]
+        return PartitionSpec(batch if x.shape[0] > 1 else None, *[length] * (x.ndim - 1))
+
+    learned = ("slope", "rotation", "distance_bias", "key_bias", "bias", "sink")
+    key_bias = inputs.key_bias
+
+    rotation = None
+    if inputs.rotation is not None:
+        rotations = heads if inputs.rotation.fixed_freq.shape[0] > 1 else None
+        rotation = KeyRotation(PartitionSpec(rotations, None, None), PartitionSpec(rotations, None))
+    return replace(
+        jax.tree.map(of_rows, replace(inputs, **dict.fromkeys(learned))),
+        slope=None if inputs.slope is None else PartitionSpec(heads),
+        distance_bias=None if inputs.distance_bias is None else PartitionSpec(heads, None),
+        key_bias=None if key_bias is None else PartitionSpec(batch if key_bias.shape[0] > 1 else None, heads, length),
+        bias=jax.tree.map(lambda _: PartitionSpec(), inputs.bias),
+        sink=None if inputs.sink is None else PartitionSpec(heads),
+        rotation=rotation,
+    )

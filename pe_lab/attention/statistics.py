@@ -22,7 +22,7 @@ ArrayLike = jax.Array | np.ndarray
 Indices = Sequence[int] | Int[ArrayLike, " Q"]
 
 
-class Statistics(NamedTuple):
+class AttentionStatistics(NamedTuple):
     """Statistics of attention weights; float32, one number per sequence, head and query, or a mean of such numbers.
 
     Attributes:
@@ -56,7 +56,7 @@ def attention_statistics(
     window: int | None = None,
     queries: Indices | None = None,
     block: int = 512,
-) -> Statistics:
+) -> AttentionStatistics:
     """Statistics of the weights of `attention` for the same arguments, without a [T, T] array.
 
     A sink has its part of the weights, as a key at distance 0.
@@ -171,8 +171,8 @@ def _queries_and_keys(
         inputs, _ = hook_inputs(hooks, x, segments=segments)
         query, key = encode(hooks, query, key, at, inputs)
         bias_of_keys = key_bias(hooks, inputs, H)
-    query = scaled(encode_queries(query, encoding, G, positions), encoding.scale(K))
-    key = encode_keys(key, encoding, H, positions)
+    query = scaled(encode_queries(query, encoding, G), encoding.scale(K))
+    key = encode_keys(key, encoding, H)
     G = key.shape[2]
     queries = query.reshape(B, T, G, H // G, -1).transpose(0, 2, 3, 1, 4)
     used = at if encoding.slope is not None or hooks.having("bias") else None
@@ -240,7 +240,7 @@ def _statistics(query, key, encoding, x, positions, segments, queries, window, b
     chosen = chosen.each(lambda x, axis: padded(x, axis, t, "edge"))
     keys = keys.each(lambda x, axis: padded(x, axis, s))._replace(index=jnp.arange(T + -T % s))
 
-    def of_block(i: jax.Array) -> Statistics:
+    def of_block(i: jax.Array) -> AttentionStatistics:
         asking = chosen.each(lambda x, axis: jax.lax.dynamic_slice_in_dim(x, i * t, t, axis))
         first = jnp.broadcast_to(asking.first, (asking.first.shape[0], t))
         own = jnp.broadcast_to(asking.index, first.shape)
@@ -285,7 +285,9 @@ def _statistics(query, key, encoding, x, positions, segments, queries, window, b
         logsumexp = highest + jnp.log(total)
         on = jnp.exp(found - logsumexp[..., None])
         entropy = jnp.maximum(jnp.log(total) - weighted / total, 0)
-        return Statistics(logsumexp, entropy, on[..., 0], on[..., 1], on[..., 2], sums[..., 1] / total, 1 / total)
+        return AttentionStatistics(
+            logsumexp, entropy, on[..., 0], on[..., 1], on[..., 2], sums[..., 1] / total, 1 / total
+        )
 
     def joined(x: jax.Array) -> jax.Array:  # [blocks, B, G, M, t] -> [B, H, Q]
         return jnp.moveaxis(x, 0, -2).reshape(B, H, -1)[..., :Q]

@@ -84,7 +84,7 @@ def _leaf(path: str, shape: tuple[int, ...]) -> Leaf:
 
 
 @dataclass(frozen=True)
-class Table:
+class TensorTable:
     """A family's modules and the leaves in their weights: one leaf, or several that are joined head by head.
 
     The tensor `MODULE.weight` holds the leaves that are listed, `MODULE.bias` their biases, if the model has any.
@@ -185,7 +185,7 @@ class Family:
 
     model_type: str
     architecture: str
-    table: Table
+    table: TensorTable
     fixed: Mapping[str, Any]
     keys: Mapping[str, tuple[str, Any]]
     theta: float = 10000.0
@@ -201,7 +201,7 @@ class Family:
         return self.model_type == "gpt_neox"
 
 
-_LLAMA = Table(
+_LLAMA = TensorTable(
     {
         "model.embed_tokens": "token_embedder.embedding",
         "model.norm": "token_embedder.final_norm.scale",
@@ -221,7 +221,7 @@ _LLAMA = Table(
     ignored=("rotary_emb.inv_freq",),
 )
 
-_NEOX = Table(
+_NEOX = TensorTable(
     {
         "gpt_neox.embed_in": "token_embedder.embedding",
         "gpt_neox.final_layer_norm": "token_embedder.final_norm.scale",
@@ -241,7 +241,7 @@ _NEOX = Table(
 )
 
 # GGUF's llama family. Queries and keys have the interleaved layout: llama.cpp's converter permutes them.
-GGUF_LLAMA = Table(
+GGUF_LLAMA = TensorTable(
     {
         "token_embd": "token_embedder.embedding",
         "output_norm": "token_embedder.final_norm.scale",
@@ -275,7 +275,7 @@ _ATTENTION_BIAS = {"attention_bias": ("attention_bias", False), "output_bias": (
 _MLP_BIAS = {"mlp_bias": ("mlp_bias", False)}
 _TIED = {"tie_embeddings": ("tie_word_embeddings", True)}
 
-_SEQUENTIAL = {"parallel_block": False, "gated_mlp": True, "scale_embeddings": False}
+_SEQUENTIAL = {"feed_forward": "", "parallel_block": False, "gated_mlp": True, "scale_embeddings": False}
 _LLAMA_BLOCK = _SEQUENTIAL | {"norm": "rms", "activation": "silu"}
 _GEMMA_BLOCK = _SEQUENTIAL | {"norm": "rms_plus_one", "activation": "gelu_tanh", "scale_embeddings": True}
 
@@ -330,7 +330,14 @@ FAMILIES: dict[str, Family] = {
             "gpt_neox",
             "GPTNeoXForCausalLM",
             _NEOX,
-            {"norm": "layer", "gated_mlp": False, "scale_embeddings": False, "qk_norm": "none", "mlp_bias": True},
+            {
+                "feed_forward": "",
+                "norm": "layer",
+                "gated_mlp": False,
+                "scale_embeddings": False,
+                "qk_norm": "none",
+                "mlp_bias": True,
+            },
             _EVERY_KEY
             | {
                 "kv_heads": ("num_attention_heads", None),

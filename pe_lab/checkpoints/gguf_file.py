@@ -38,7 +38,7 @@ _REFUSED = (
 
 
 class GgufSource(TensorSource):
-    """See `Source`.
+    """See `CheckpointSource`.
 
     Raises:
       CheckpointError: a file that is missing, truncated or not GGUF; tensors that are missing, left over or of another

@@ -43,8 +43,8 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True)
-class Described:
-    """The content of a `config.json`: the family of the tensors, the attributes of a `Source`, the heads' layout."""
+class HuggingFaceConfig:
+    """The content of a `config.json`: the family of the tensors, the attributes of a source, the heads' layout."""
 
     family: Family
     model: ModelConfig
@@ -53,7 +53,7 @@ class Described:
     training_length: int
 
 
-def read_config(config: Mapping[str, Any], tensor_names: Sequence[str], where: str) -> Described:
+def read_config(config: Mapping[str, Any], tensor_names: Sequence[str], where: str) -> HuggingFaceConfig:
     """Reads a `config.json` of transformers 4 or 5; `where` names it in messages.
 
     `tensor_names` tell whether a `llama_drope` without `attention_type` has a QK-norm.
@@ -69,7 +69,7 @@ def read_config(config: Mapping[str, Any], tensor_names: Sequence[str], where: s
         raise kind(f"{where}: {error}") from None
 
 
-def _read(config: Mapping[str, Any], tensor_names: Sequence[str]) -> Described:
+def _read(config: Mapping[str, Any], tensor_names: Sequence[str]) -> HuggingFaceConfig:
     kind = str(config.get("model_type", ""))
     if kind not in FAMILIES:
         raise UnsupportedError(
@@ -103,7 +103,7 @@ def _read(config: Mapping[str, Any], tensor_names: Sequence[str]) -> Described:
     described = config.get(PE_LAB_KEY)
     if isinstance(described, Mapping):
         layers, length = _as_described(described, layers, model, length)
-    return Described(family, model, layers, layout, length)
+    return HuggingFaceConfig(family, model, layers, layout, length)
 
 
 def _read_model(config: Mapping[str, Any], family: Family, tensor_names: Sequence[str]) -> ModelConfig:

@@ -1,7 +1,11 @@
-"""Finds checkpoints: the directories of a run, which of their steps are complete and whole, and their metadata."""
+"""Finds checkpoints: the directories of a run, which of their steps are complete and whole, and their metadata.
+
+Nothing here imports JAX: `pe_lab.verify` needs no more than this.
+"""
 
 from __future__ import annotations
 
+import uuid
 from typing import Any
 
 from pe_lab import storage
@@ -12,16 +16,24 @@ from pe_lab.terminal import console
 
 DIRECTORY = "checkpoints"  # of a phase; has one directory per step
 UNREADABLE = "unreadable"  # of a phase; has checkpoints that could not be read
-FORMER = "former"  # of a phase; has checkpoints that an extension did not go on from
-FORMAT = 3
+FORMER = "former"  # of a phase; has checkpoints that a longer run did not go on from
+FORMAT = 1  # of the metadata
 SET_ASIDE = "Move it out of its directory, and training goes on from the one before it."  # what to do about damage
-# Names of parameters in the files of earlier formats.
-FORMER_NAMES: dict[int, dict[str, str]] = {1: {"token_embedder": "trunk"}, 2: {}}
 
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's message."""
     return excerpt((str(error).strip().splitlines() or [type(error).__name__])[0])
+
+
+def new_id() -> str:
+    """A unique name for a checkpoint."""
+    return uuid.uuid4().hex[:12]
+
+
+def lineage_entry(what: str, checkpoint_id: str, path: str, step: int) -> dict[str, Any]:
+    """One entry of a checkpoint's lineage."""
+    return {"id": checkpoint_id, "what": what, "path": path, "step": step}
 
 
 def metadata_file(path: AnyPath) -> AnyPath:
@@ -39,9 +51,9 @@ def stored_metadata(path: AnyPath) -> dict[str, Any]:
         ) from None
     if metadata is None:
         raise CheckpointError(f"The checkpoint '{path}' cannot be read (its metadata is no JSON object).")
-    if metadata.get("format") not in (FORMAT, *FORMER_NAMES):
+    if metadata.get("format") != FORMAT:
         raise CheckpointError(
-            f"The checkpoint '{path}' has format {metadata.get('format')}; this version reads up to {FORMAT}."
+            f"The checkpoint '{path}' has format {metadata.get('format')}; this version reads {FORMAT}."
         )
     return metadata
 
@@ -73,14 +85,8 @@ _KINDS: dict[str, type] = {
 }
 
 
-def read_manifest(path: AnyPath) -> Manifest | None:
-    """The manifest of the checkpoint at `path`; None for one of an earlier version, which has none.
-
-    Raises:
-      CheckpointError: it is missing, damaged, or another step's.
-    """
-    if not is_file(path / MANIFEST) and _is_former(path):
-        return None
+def read_manifest(path: AnyPath) -> Manifest:
+    """The manifest of the checkpoint at `path`; `CheckpointError` if it is missing, damaged, or another step's."""
     try:
         manifest = Manifest.read(path)
     except DataError as error:
@@ -105,14 +111,6 @@ def _is_description(arrays: Any) -> bool:
     )
 
 
-def _is_former(path: AnyPath) -> bool:
-    """Whether a directory is a checkpoint of a version without manifests."""
-    try:
-        return stored_metadata(path)["format"] < FORMAT and bool(children(path / "params"))
-    except CheckpointError:
-        return False
-
-
 def is_step(path: AnyPath) -> bool:
     """Whether a directory has the name of a step."""
     return path.name.isascii() and path.name.isdecimal()
@@ -120,7 +118,7 @@ def is_step(path: AnyPath) -> bool:
 
 def is_checkpoint(path: AnyPath) -> bool:
     """Whether a directory is a committed checkpoint: its manifest was written last."""
-    return is_step(path) and (is_file(path / MANIFEST) or _is_former(path))
+    return is_step(path) and is_file(path / MANIFEST)
 
 
 def steps_in(directory: AnyPath) -> list[int]:
@@ -134,7 +132,7 @@ def quick_damage(path: AnyPath) -> list[Damage]:
         manifest = read_manifest(path)
     except CheckpointError as error:
         return [Damage(MANIFEST, f"cannot be used: {error}")]
-    return manifest.quick_damage(path) if manifest else []
+    return manifest.quick_damage(path)
 
 
 def database(directory: AnyPath) -> dict[str, Any]:

@@ -2,44 +2,43 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
-import logging
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 from jaxtyping import Shaped
 
-from pe_lab.checkpoints.checkpoint import metadata_of, new_id
 from pe_lab.checkpoints.families import canonical_leaf, leaf_paths
 from pe_lab.checkpoints.locating import (
     DIRECTORY,
-    FORMER_NAMES,
     SET_ASIDE,
     absent_arrays,
     database,
     first_line,
+    lineage_entry,
+    new_id,
     read_manifest,
     read_metadata,
     resolve,
     tokenizer_directory,
 )
-from pe_lab.checkpoints.source import Source, blocks, check_finite, nested, shardings
-from pe_lab.checkpoints.store import Store, templates
-from pe_lab.checkpoints.surgery import lineage_entry
+from pe_lab.checkpoints.orbax import checkpointer, quiet
+from pe_lab.checkpoints.source import CheckpointSource, blocks, check_finite, nested, shardings
+from pe_lab.checkpoints.store import Store, metadata_of, templates
 from pe_lab.config import ModelConfig, from_dict
 from pe_lab.errors import CheckpointError, ConfigError, EncodingError, excerpt
 from pe_lab.model import Model, Params
 from pe_lab.parallel import AxisRules
 from pe_lab.positional import Layer, Layout, check_sources, from_json, layer_hooks
-from pe_lab.storage import AnyPath, enable_orbax
+from pe_lab.storage import AnyPath
 from pe_lab.storage.manifest import manifest_of
 
 # Of decoded chunks: a checkpoint of one device has one chunk per leaf, and layers are read from it one by one.
@@ -47,8 +46,8 @@ _CACHE_BYTES = 2**30
 _FILE_BYTES = 2**28  # of an Orbax data file: its content stays in memory until the file is full
 
 
-class NativeSource(Source):
-    """See `Source`: a native checkpoint at any path that `store.resolve` takes.
+class NativeSource(CheckpointSource):
+    """See `CheckpointSource`: a native checkpoint at any path that `store.resolve` takes.
 
     Raises:
       CheckpointError: there is no checkpoint, or it is damaged.
@@ -114,16 +113,13 @@ class NativeSource(Source):
         import tensorstore as ts
 
         if not self._verified:
-            manifest = read_manifest(self.path)
-            if manifest and (damage := manifest.damage(self.path, lambda name, _: name.startswith("params/"))):
+            if damage := read_manifest(self.path).damage(self.path, lambda name, _: name.startswith("params/")):
                 raise CheckpointError(f"The checkpoint '{self.path}' is damaged ({damage[0]}). {SET_ASIDE}")
             self._verified = True
         if leaf not in self._opened:
-            head, _, rest = leaf.partition(".")
-            former = FORMER_NAMES.get(self.metadata["format"], {})
             spec = {
                 "driver": "zarr",
-                "kvstore": {**database(self.path / "params"), "path": f"{former.get(head, head)}.{rest}/"},
+                "kvstore": {**database(self.path / "params"), "path": f"{leaf}/"},
                 "context": {"cache_pool": {"total_bytes_limit": _CACHE_BYTES}},
             }
             try:
@@ -134,7 +130,7 @@ class NativeSource(Source):
         return self._opened[leaf]
 
     def read(self, leaf: str, layer: int | None = None, rows: slice = slice(None)) -> Shaped[np.ndarray, "..."]:
-        """See `Source`."""
+        """See `CheckpointSource`."""
         array = self._array(leaf)
         try:
             piece = array[rows if layer is None else layer].read().result()
@@ -146,7 +142,7 @@ class NativeSource(Source):
 class _Piecewise:
     """A leaf that Orbax saves piece by piece, without the whole leaf in memory."""
 
-    def __init__(self, source: Source, leaf: str, shape: tuple[int, ...]):
+    def __init__(self, source: CheckpointSource, leaf: str, shape: tuple[int, ...]):
         self.source, self.leaf, self.shape, self.dtype = source, leaf, shape, source.dtype
         self.ndim, self.size = len(shape), math.prod(shape)
         self.nbytes = self.size * self.dtype.itemsize
@@ -156,34 +152,33 @@ class _PiecewiseHandler(ocp.type_handlers.NumpyHandler):
     """Writes a `_Piecewise` as Orbax writes a NumPy array, with one piece in memory at a time, leaf after leaf."""
 
     def __init__(self, done: Callable[[int], None]):
-        super().__init__(deepcopy_host_arrays=False)
-        self.done, self.lock = done, asyncio.Lock()
-        self.failures: list[Exception] = []
+        super().__init__()
+        self.done = done
 
-    async def _open_and_write(self, value: Any, tspec: dict[str, Any], ts_context: Any) -> None:
+    async def serialize(self, values: Sequence[_Piecewise], infos: Sequence[Any], args: Any = None) -> list[Any]:
+        return [ocp.future.CommitFutureAwaitingContractedSignals(self._write(values, infos, args), name="pieces")]
+
+    async def _write(self, values: Sequence[_Piecewise], infos: Sequence[Any], args: Sequence[Any]) -> None:
         import tensorstore as ts
 
-        pieces = blocks(value.leaf, value.shape, value.dtype.itemsize)
-        # One chunk per piece: a chunk of several pieces would be read and written again for each.
-        tspec["metadata"]["chunks"] = [pieces[0].stop, *value.shape[1:]]
-        async with self.lock:
-            if self.failures:
-                return
-            try:
-                array = await ts.open(ts.Spec(tspec), create=True, open=True, context=ts_context)
-                for block in pieces:
-                    piece = np.ascontiguousarray(value.source.read_block(value.leaf, block), value.dtype)
-                    await array[block].write(piece)
-                    self.done(piece.nbytes)
-                    del piece  # before the next one is read
-            except Exception as error:
-                # `write_checkpoint` raises it. Raised here, it would leave the other leaves waiting for the lock in a
-                # loop that Orbax closes, and each would write an error to stderr.
-                self.failures.append(error)
+        for value, info, arg in zip(values, infos, args, strict=True):
+            await info.await_path_creation()
+            shapes = {"global_shape": value.shape, "local_shape": value.shape, "dtype": value.dtype}
+            common = {"use_ocdbt": info.is_ocdbt_checkpoint, "process_index": jax.process_index(), "arg": arg}
+            tspec = ocp.type_handlers.get_json_tspec_write(info, **shapes, **common)
+            pieces = blocks(value.leaf, value.shape, value.dtype.itemsize)
+            # One chunk per piece: a chunk of several pieces would be read and written again for each.
+            tspec["metadata"]["chunks"] = [pieces[0].stop, *value.shape[1:]]
+            array = await ts.open(ts.Spec(tspec), create=True, open=True, context=info.ts_context)
+            for block in pieces:
+                piece = np.ascontiguousarray(value.source.read_block(value.leaf, block), value.dtype)
+                await array[block].write(piece)
+                self.done(piece.nbytes)
+                del piece  # before the next one is read
 
 
 def write_checkpoint(
-    source: Source,
+    source: CheckpointSource,
     directory: Path,
     final: AnyPath,
     metadata: Mapping[str, Any],
@@ -204,8 +199,7 @@ def write_checkpoint(
     model = source.model
     shapes = leaf_paths(Model(model, hooks=layer_hooks(source.layers, model.heads)).shapes)
     params = {leaf: _Piecewise(source, leaf, tuple(s.shape)) for leaf, s in shapes.items()}
-    handler = _PiecewiseHandler(done)
-    ocp.type_handlers.register_type_handler(_Piecewise, handler, override=True)
+    ocp.type_handlers.register_type_handler(_Piecewise, _PiecewiseHandler(done), override=True)
     entry = lineage_entry(f"converted from {source.display_name}", new_id(), str(final / DIRECTORY / "0"), 0)
     written = metadata_of(
         model,
@@ -223,13 +217,9 @@ def write_checkpoint(
         **metadata,
     )
     path = (directory / DIRECTORY / "0").absolute()
-    enable_orbax(path)
-    log = logging.getLogger("absl")
-    level = log.level
-    log.setLevel(logging.CRITICAL)  # Orbax logs its exceptions, in over a hundred lines
     try:
-        with contextlib.closing(ocp.Checkpointer(ocp.CompositeCheckpointHandler())) as checkpointer:
-            checkpointer.save(
+        with quiet(), contextlib.closing(checkpointer(path)) as writer:
+            writer.save(
                 path,
                 args=ocp.args.Composite(
                     params=ocp.args.PyTreeSave(nested(params), ocdbt_target_data_file_size=_FILE_BYTES),
@@ -237,13 +227,8 @@ def write_checkpoint(
                 ),
             )
     except Exception:
-        if not handler.failures:
-            raise
-    finally:
-        log.setLevel(level)
-    if handler.failures:
         shutil.rmtree(directory / DIRECTORY, ignore_errors=True)  # Orbax takes the incomplete one for complete
-        raise handler.failures[0]
+        raise
     arrays = {
         leaf: {"shape": list(piecewise.shape), "dtype": str(piecewise.dtype), "checksum": None}
         for leaf, piecewise in params.items()

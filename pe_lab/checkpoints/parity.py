@@ -36,7 +36,7 @@ SCRIPT = Path(__file__).with_name("transformers_logits.py")
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Parity:
     """The result of a comparison of `BATCH` sequences of `LENGTH` tokens."""
 
     difference: float  # largest absolute difference of a logit
@@ -92,9 +92,7 @@ def compared_positions(training_length: int) -> Int[np.ndarray, "2 T"]:
     return np.stack([count, far]).astype(np.int32)
 
 
-def compare(
-    checkpoint: Checkpoint, external: Path, python: str, gguf_file: str | None = None
-) -> tuple[Verdict, Verdict]:
+def compare(checkpoint: Checkpoint, external: Path, python: str, gguf_file: str | None = None) -> tuple[Parity, Parity]:
     """Compares the float32 logits of the fixed batch: of a checkpoint by pe_lab, and of a directory by transformers.
 
     Args:
@@ -123,13 +121,13 @@ def compare(
         expected = np.load(files["out"])
     apply = jax.jit(model.apply)
 
-    def verdict(at: Int[np.ndarray, " T"], theirs: Float[np.ndarray, "B T V"]) -> Verdict:
+    def verdict(at: Int[np.ndarray, " T"], theirs: Float[np.ndarray, "B T V"]) -> Parity:
         last = int(at[-1])
         schedule = build_schedule(checkpoint.layers, config.heads, config.kv_heads, config.head_dim, last + 1)
         found = np.asarray(apply(checkpoint.params, jnp.asarray(tokens), jnp.asarray(at)[None], None, schedule))
         width = min(found.shape[-1], theirs.shape[-1])  # some converters pad the vocabulary
         found, theirs = found[..., :width], theirs[..., :width]
-        return Verdict(
+        return Parity(
             difference=float(np.abs(found - theirs).max()),
             largest=float(np.abs(theirs).max()),
             agreement=float((found.argmax(-1) == theirs.argmax(-1)).mean()),

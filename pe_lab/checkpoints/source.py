@@ -14,7 +14,7 @@ from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from jaxtyping import Shaped
 
-from pe_lab.checkpoints.families import LAYERS, Table, Tensor, leaf_paths
+from pe_lab.checkpoints.families import LAYERS, Tensor, TensorTable, leaf_paths
 from pe_lab.config import ModelConfig
 from pe_lab.errors import CheckpointError
 from pe_lab.model import Model, Params
@@ -25,7 +25,7 @@ from pe_lab.storage import AnyPath
 ROW_BYTES = 2**28  # of an embedding, read at once
 
 
-class Source(ABC):
+class CheckpointSource(ABC):
     """An open checkpoint of any format.
 
     Attributes:
@@ -61,14 +61,14 @@ class Source(ABC):
         return self.read(leaf, block.start)[None] if leaf.startswith(LAYERS) else self.read(leaf, rows=block)
 
 
-class TensorSource(Source):
+class TensorSource(CheckpointSource):
     """A checkpoint of external tensors. A subclass calls `match`, sets `_layout`, and reads a tensor by `_tensor`."""
 
     _layout: Layout
     _by_leaf: dict[tuple[str, int | None], Tensor]
     _last: tuple[str, np.ndarray] | None = None  # name and content of a tensor that holds several leaves
 
-    def match(self, table: Table, stored: Mapping[str, tuple[int, ...]], name: str, config: str) -> list[str]:
+    def match(self, table: TensorTable, stored: Mapping[str, tuple[int, ...]], name: str, config: str) -> list[str]:
         """Finds the tensor of every leaf, and returns the names of the tensors that are left over.
 
         Args:
@@ -98,7 +98,7 @@ class TensorSource(Source):
         """A tensor, or rows of it, in a number format that numpy has."""
 
     def read(self, leaf: str, layer: int | None = None, rows: slice = slice(None)) -> Shaped[np.ndarray, "..."]:
-        """See `Source`."""
+        """See `CheckpointSource`."""
         tensor = self._by_leaf[leaf, layer]
         if rows != slice(None):
             return check_finite(self._tensor(tensor.name, rows), tensor.name, self.display_name)
@@ -153,7 +153,7 @@ def shardings(model: Model, mesh: Mesh | None, rules: AxisRules | None) -> Param
     return jax.tree.map(lambda leaf, axes: chosen.sharding(mesh, axes, leaf.shape), model.shapes, model.axes)
 
 
-def place(source: Source, mesh: Mesh | None = None, rules: AxisRules | None = None) -> Params:
+def place(source: CheckpointSource, mesh: Mesh | None = None, rules: AxisRules | None = None) -> Params:
     """The parameters as float32 arrays on the first device, or sharded over a mesh.
 
     A process reads the parts of its own devices, one tensor at a time.
@@ -164,7 +164,7 @@ def place(source: Source, mesh: Mesh | None = None, rules: AxisRules | None = No
     return nested({path: _assemble(source, path, leaf.shape, where[path]) for path, leaf in shapes.items()})
 
 
-def _assemble(source: Source, path: str, shape: tuple[int, ...], sharding: Sharding) -> jax.Array:
+def _assemble(source: CheckpointSource, path: str, shape: tuple[int, ...], sharding: Sharding) -> jax.Array:
     """One leaf on its devices. Replicas are read once: equal parts share one array on the host."""
 
     def bounds(index: tuple[slice, ...]) -> tuple[tuple[int, int], ...]:

@@ -6,12 +6,13 @@ Orbax writes and reads the arrays. A checkpoint counts from the moment that it h
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
-import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -19,33 +20,26 @@ import orbax.checkpoint as ocp
 
 from pe_lab import storage
 from pe_lab.checkpoints.array_checksums import comparable, describe_arrays, differing, received
-from pe_lab.checkpoints.checkpoint import new_id
 from pe_lab.checkpoints.locating import (
-    FORMER_NAMES,
+    FORMAT,
     UNREADABLE,
     absent_arrays,
     first_line,
     is_checkpoint,
     is_step,
+    new_id,
     quick_damage,
     read_manifest,
     steps_in,
     stored_metadata,
 )
-from pe_lab.checkpoints.retention import Retention
+from pe_lab.checkpoints.orbax import checkpointer, quiet
+from pe_lab.config import ModelConfig, to_json
 from pe_lab.errors import CheckpointError, SaveFailed, UserError
 from pe_lab.model import Params
 from pe_lab.parallel import all_values, give_value, return_freed_memory
-from pe_lab.storage import (
-    AnyPath,
-    absolute,
-    children,
-    enable_orbax,
-    exists,
-    is_remote,
-    move_tree,
-    remove_tree,
-)
+from pe_lab.positional import CANONICAL, Layer, Layout, sources
+from pe_lab.storage import AnyPath, absolute, children, exists, is_remote, move_tree, remove_tree
 from pe_lab.storage.manifest import MANIFEST, SMALL_BYTES, Digest, Manifest, digest_files
 
 # Of files whose arrays have no checksums, what is read to compare digests before they are restored, by each process:
@@ -56,8 +50,49 @@ REMOVALS, REMOVAL_SECONDS = 4, 0.25  # of the files of a failed save
 BARRIERS = 4  # Orbax has two in the background of a save
 _SAVING, _DELETING = ".saving", ".deleting"  # suffixes of directories under way
 
-# Orbax logs every save, and tracebacks of a failed one before it raises; a run has its own log and messages.
-logging.getLogger("absl").setLevel(logging.CRITICAL)
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints of a phase are kept; all others are deleted once a newer one is committed.
+
+    Attributes:
+      latest: how many of the newest.
+      every: all steps that it divides; 0: none.
+      milestones: these steps.
+      best: the step with the lowest value of this metric, such as `validation_loss`; "": none.
+    """
+
+    latest: int = 2
+    every: int = 0
+    milestones: tuple[int, ...] = ()
+    best: str = ""
+
+    def kept(self, steps: Sequence[int], metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
+        """The steps to keep, of ascending `steps`; `metrics` of those that have some."""
+        kept = {*steps[-self.latest :], *(step for step in steps if step in self.milestones)}
+        if self.every:
+            kept |= {step for step in steps if step and step % self.every == 0}
+        measured = [step for step in steps if self.best in metrics.get(step, {})]
+        if measured:
+            kept.add(min(measured, key=lambda step: metrics[step][self.best]))  # the first one of equals
+        return kept
+
+
+def metadata_of(
+    model: ModelConfig, layers: tuple[Layer, ...], layout: Layout = CANONICAL, **more: Any
+) -> dict[str, Any]:
+    """The metadata of a checkpoint: its model, its encodings, the layout of its heads, and `more`.
+
+    pe_lab writes the canonical layout; weights of another layout are permuted when a checkpoint is opened.
+    """
+    return {
+        "format": FORMAT,
+        "model": to_json(model),
+        "layout": dataclasses.asdict(layout),
+        "layers": to_json(layers),
+        "encodings": sources(encoding for layer in layers for _, encoding in layer.acting()),
+        **more,
+    }
 
 
 class Store:
@@ -70,7 +105,6 @@ class Store:
 
     def __init__(self, directory: str | AnyPath, retention: Retention | None = None, read_only: bool = False):
         self.directory = absolute(storage.path("the checkpoints", directory))
-        enable_orbax(self.directory)
         self._retention = retention or Retention()
         self._checkpointer: Any = None
         self._commit: threading.Thread | None = None
@@ -105,7 +139,7 @@ class Store:
         if jax.process_index() == 0:
             try:
                 manifest = read_manifest(self._path(step))
-                damage = manifest.damage(self._path(step)) if manifest else []
+                damage = manifest.damage(self._path(step))
                 found = str(damage[0]).encode() if damage else b""
             except CheckpointError as error:
                 found = str(error).encode()
@@ -152,17 +186,25 @@ class Store:
         about = {"kind": "checkpoint", "step": step, "id": metadata.get("id"), "metrics": dict(metrics or {})}
         saved = {name: ocp.args.StandardSave(tree) for name, tree in items.items()}
         path = self._saving(step)
+        silence = contextlib.ExitStack()  # until the save has ended
+        silence.enter_context(quiet())
         try:
             if self._checkpointer is None:
                 options = ocp.options.AsyncOptions(barrier_sync_fn=self._barrier)
-                self._checkpointer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(), async_options=options)
+                self._checkpointer = checkpointer(path, ocp.AsyncCheckpointer, async_options=options)
             self._checkpointer.save(
                 path, args=ocp.args.Composite(metadata=ocp.args.JsonSave(dict(metadata)), **saved), force=True
             )
         except Exception as error:
-            self._failed(step, error)
+            with silence:
+                self._failed(step, error)
             self.wait()
-        self._commit = threading.Thread(target=self._finish, args=(step, arrays, about, name), daemon=True)
+
+        def finish() -> None:
+            with silence:
+                self._finish(step, arrays, about, name)
+
+        self._commit = threading.Thread(target=finish, daemon=True)
         self._commit.start()
 
     def _path(self, step: int, suffix: str = "") -> AnyPath:
@@ -300,10 +342,9 @@ class Store:
         together = not all(leaf.sharding.is_fully_addressable for leaf in jax.tree.leaves(templates))
         if manifest is not None:
             self._refuse_damaged_files(path, manifest, templates, together)
-        former = FORMER_NAMES.get(self.metadata(step)["format"], {})
-        items = {name: ocp.args.StandardRestore(renamed(tree, former)) for name, tree in templates.items()}
-        with contextlib.closing(ocp.Checkpointer(ocp.CompositeCheckpointHandler())) as checkpointer:
-            restored = checkpointer.restore(path, args=ocp.args.Composite(**items))
+        items = {name: ocp.args.StandardRestore(tree) for name, tree in templates.items()}
+        with quiet(), contextlib.closing(checkpointer(path)) as reader:
+            restored = reader.restore(path, args=ocp.args.Composite(**items))
         for item in templates if manifest else ():
             saved = manifest.about["arrays"][item]
             if comparable(restored[item], saved) and (wrong := differing(restored[item], saved)):
@@ -311,8 +352,7 @@ class Store:
                     f"The checkpoint '{path}' is damaged ({len(wrong)} of its arrays differ from what was saved: "
                     f"{item}.{wrong[0]})."
                 )
-        names = {old: new for new, old in former.items()}
-        return renamed(restored["params"], names), renamed(restored.get("optimizer"), names)
+        return restored["params"], restored.get("optimizer")
 
     def _refuse_damaged_files(
         self, path: AnyPath, manifest: Manifest, items: Mapping[str, Any], together: bool
@@ -368,21 +408,8 @@ def _process_of(name: str) -> int:
 def _metrics(path: AnyPath) -> Mapping[str, float]:
     """The metrics of a checkpoint; none if its manifest cannot be read."""
     with contextlib.suppress(CheckpointError):
-        manifest = read_manifest(path)
-        return manifest.about.get("metrics", {}) if manifest else {}
+        return read_manifest(path).about.get("metrics", {})
     return {}
-
-
-def renamed(tree: Any, names: Mapping[str, str]) -> Any:
-    """A tree of parameters, or an optimizer state of such trees, with other names for the dictionary keys `names`."""
-
-    def is_renamed(node: Any) -> bool:
-        return isinstance(node, dict) and not names.keys().isdisjoint(node)
-
-    def rename(node: Any) -> Any:
-        return {names.get(key, key): value for key, value in node.items()} if is_renamed(node) else node
-
-    return jax.tree.map(rename, tree, is_leaf=is_renamed)
 
 
 def templates(shapes: Any, shardings: Any) -> Any:

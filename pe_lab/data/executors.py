@@ -14,18 +14,18 @@ from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-from pe_lab.data.shard_preparation import Place, Report, run_step
+from pe_lab.data.shard_preparation import PlanAddress, Report, run_step
 from pe_lab.errors import DataError, UnsupportedError, excerpt
 
 # Runs a step of a plan for some shards, each with its ending, and yields numbers of shards that were finished.
-Executor = Callable[[Place, str, Mapping[int, str], Report], Iterator[int]]
+Executor = Callable[[PlanAddress, str, Mapping[int, str], Report], Iterator[int]]
 POLL_SECONDS = 0.5
 
 
-def in_this_process(place: Place, step: str, shards: Mapping[int, str], report: Report) -> Iterator[int]:
+def in_this_process(address: PlanAddress, step: str, shards: Mapping[int, str], report: Report) -> Iterator[int]:
     """Runs the shards one after another; the tokenizer uses all cores."""
     for shard, ending in shards.items():
-        run_step(place, step, shard, report, ending)
+        run_step(address, step, shard, report, ending)
         yield 1
 
 
@@ -35,10 +35,10 @@ def in_processes(workers: int) -> Executor:
     Where there are fewer shards than workers, the tokenizer of each process uses several threads.
     """
 
-    def run(place: Place, step: str, shards: Mapping[int, str], report: Report) -> Iterator[int]:
+    def run(address: PlanAddress, step: str, shards: Mapping[int, str], report: Report) -> Iterator[int]:
         processes = min(workers, len(shards))
         if processes <= 1:
-            yield from in_this_process(place, step, shards, report)
+            yield from in_this_process(address, step, shards, report)
             return
         context = multiprocessing.get_context("spawn")
         counters = context.Array("q", 3)  # documents, tokens, whether to stop
@@ -46,7 +46,7 @@ def in_processes(workers: int) -> Executor:
         pool = ProcessPoolExecutor(processes, context, _start_worker, (counters, threads))
         told = [0, 0]
         try:
-            left = {pool.submit(_run_in_worker, place, step, s, ending) for s, ending in shards.items()}
+            left = {pool.submit(_run_in_worker, address, step, s, ending) for s, ending in shards.items()}
             while left:
                 done, left = wait(left, POLL_SECONDS, FIRST_COMPLETED)
                 for future in done:
@@ -89,7 +89,7 @@ class _Stopped(Exception):
     """The parent stops: the shard is left as it was."""
 
 
-def _run_in_worker(place: Place, step: str, shard: int, ending: str) -> None:
+def _run_in_worker(address: PlanAddress, step: str, shard: int, ending: str) -> None:
     def report(documents: int, tokens: int) -> None:
         with _counters.get_lock():
             _counters[0] += documents
@@ -97,10 +97,10 @@ def _run_in_worker(place: Place, step: str, shard: int, ending: str) -> None:
         if _counters[2]:
             raise _Stopped
 
-    run_step(place, step, shard, report, ending)
+    run_step(address, step, shard, report, ending)
 
 
-def on_ray(place: Place, step: str, shards: Mapping[int, str], report: Report) -> Iterator[int]:
+def on_ray(address: PlanAddress, step: str, shards: Mapping[int, str], report: Report) -> Iterator[int]:
     """Runs the shards as tasks of the Ray cluster at RAY_ADDRESS, or of one that is started on this machine.
 
     All machines of the cluster see the directory and the corpus under the same paths.
@@ -125,7 +125,7 @@ def on_ray(place: Place, step: str, shards: Mapping[int, str], report: Report) -
     try:
         while queue or left:
             while queue and len(left) < most:
-                left.append(task.remote(os.getcwd(), place, step, *queue.pop()))
+                left.append(task.remote(os.getcwd(), address, step, *queue.pop()))
             done, left = ray.wait(left)
             for documents, tokens in ray.get(done):
                 report(documents, tokens)
@@ -144,7 +144,7 @@ def on_ray(place: Place, step: str, shards: Mapping[int, str], report: Report) -
             ray.shutdown()
 
 
-def _run_counted(current: str, place: Place, step: str, shard: int, ending: str) -> tuple[int, int]:
+def _run_counted(current: str, address: PlanAddress, step: str, shard: int, ending: str) -> tuple[int, int]:
     """Runs a step in a directory, from which its paths are, and returns the numbers of its documents and tokens."""
     os.chdir(current)
     counts = [0, 0]
@@ -153,7 +153,7 @@ def _run_counted(current: str, place: Place, step: str, shard: int, ending: str)
         counts[0] += documents
         counts[1] += tokens
 
-    run_step(place, step, shard, report, ending)
+    run_step(address, step, shard, report, ending)
     return counts[0], counts[1]
 
 

@@ -1,4 +1,11 @@
-"""Filters of documents: by length, by language and against duplicates; how many each dropped, and samples of them."""
+"""Filters of documents: by length, by language and against duplicates; how many each dropped, and samples of them.
+
+Duplicates are found from a fingerprint of every document, shard by shard, then the groups of all of them. Exact
+duplicates have the same hash. Near duplicates have MinHash signatures (Broder 1997, "On the resemblance and containment
+of documents") that agree in a share of their numbers, which estimates the Jaccard similarity of the shingles: of all
+sequences of `shingle_words` words. Candidates are found by locality-sensitive hashing in bands (Leskovec, Rajaraman,
+Ullman, "Mining of Massive Datasets", 3.4). Of a group, which similar pairs join, the first document is kept.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +15,20 @@ import hashlib
 import heapq
 import importlib.metadata
 import json
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+from jaxtyping import Bool, Int, Int64, UInt8, UInt32, UInt64
+
+from pe_lab.data.shards import tensor_places
 from pe_lab.data.sources.source import Document
 from pe_lab.data.tokenizers import encodable
 from pe_lab.errors import ConfigError, DataError, UnsupportedError, did_you_mean
+from pe_lab.storage import AnyPath, is_remote, read_bytes, write_file
 
 # Why a document is dropped, in the order in which filters see it.
 REASONS = (
@@ -31,6 +44,10 @@ SAMPLES = 32  # kept of each reason
 SAMPLE_CHARACTERS = 1_000  # of a document in a sample
 MOST_CHARACTERS = 2**26  # of a document, all of which is in memory
 LANGUAGE_CHARACTERS = 10_000  # from its beginning, by which a document's language is told
+WORD = re.compile(r"\w+")
+SEED = 0  # of the permutations
+RECALL = 0.98  # of the pairs at the threshold, that become candidates
+EXACT, NEAR = REASONS.index("exact_duplicate") + 1, REASONS.index("near_duplicate") + 1
 
 
 @functools.cache
@@ -84,8 +101,6 @@ class Filters:
             if most and least > most:
                 raise ConfigError(f"--min-{unit}={least} is more than --max-{unit}={most}: no document has both.")
         if self.near_duplicates:
-            from pe_lab.data.duplicates import minhash
-
             minhash()
         if self.language and self.language not in (known := _languages().labels):
             raise ConfigError(
@@ -182,3 +197,175 @@ def joined_samples(of_shards: Iterable[Mapping[str, list[list[Any]]]]) -> dict[s
 
 def _rank(ranked: list[Any]) -> tuple[int, int, int]:
     return ranked[0], ranked[1]["shard"], ranked[1]["document"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Duplicates
+
+
+def minhash() -> Any:
+    """The library's class of signatures; `UnsupportedError` if it is not installed."""
+    try:
+        from rensa import RMinHash
+    except ImportError as error:
+        raise UnsupportedError("--near-duplicates needs rensa: pip install 'pe-lab[filters]'.") from error
+    return RMinHash
+
+
+def shingles(text: str, words: int) -> list[str]:
+    """Every sequence of that many words; of a shorter text all its words, of a text without words none."""
+    found = WORD.findall(text.lower())
+    if len(found) <= words:
+        return [" ".join(found)] if found else []
+    return [" ".join(found[i : i + words]) for i in range(len(found) - words + 1)]
+
+
+def signatures(texts: Sequence[str], filters: Filters) -> UInt32[np.ndarray, "texts permutations"]:
+    """The MinHash signatures of some texts."""
+    sets = [shingles(text, filters.shingle_words) for text in texts]
+    matrix = minhash().digest_matrix_from_token_sets(sets, filters.permutations, SEED)
+    return np.asarray(matrix.to_rows(), np.uint32).reshape(len(texts), filters.permutations)
+
+
+class Fingerprints(NamedTuple):
+    """What is compared of the documents of one input shard; files of it and of `Decisions` are safetensors."""
+
+    reason: UInt8[np.ndarray, " documents"]  # 0, or 1 + the index in REASONS of why it is dropped already
+    hash: Int64[np.ndarray, " two"]  # two for each document that is not
+    comparable: UInt8[np.ndarray, " kept"]  # whether such a document has words
+    signature: UInt32[np.ndarray, " permutations"]  # of each comparable one, one after another
+
+
+class Decisions(NamedTuple):
+    """Which documents of one input shard are dropped."""
+
+    reason: UInt8[np.ndarray, " documents"]  # 0: it is kept
+    first: Int64[np.ndarray, " documents"]  # of a duplicate: the one that is kept, shard * 2^40 + document; else -1
+
+
+def fingerprint(key: str) -> bytes:
+    """The 16 bytes by which equal documents are found."""
+    return hashlib.blake2b(key.encode(), digest_size=16).digest()
+
+
+def write_arrays(path: AnyPath, arrays: Fingerprints | Decisions) -> None:
+    """Writes the arrays of a named tuple, whole or not at all."""
+    from safetensors.numpy import save
+
+    write_file(path, save({name: np.ascontiguousarray(array) for name, array in arrays._asdict().items()}))
+
+
+def read_arrays(path: AnyPath, kind: type[Any]) -> Any:
+    """What `write_arrays` wrote; on a disk it is mapped into memory."""
+    content = np.frombuffer(read_bytes(path), np.uint8) if is_remote(path) else np.memmap(path, np.uint8, mode="r")
+    arrays = {}
+    for name, (dtype, start, elements) in tensor_places(content).items():
+        arrays[name] = content[start : start + elements * dtype.itemsize].view(dtype)
+    return kind(**arrays)
+
+
+def decide(found: Sequence[Fingerprints], filters: Filters) -> Iterator[Decisions]:
+    """The decisions for every shard of a corpus, in order. Memory: about 40 bytes for each document."""
+    kept = [np.flatnonzero(f.reason == 0) for f in found]
+    hashes = np.concatenate([np.asarray(f.hash).reshape(-1, 2) for f in found])
+    place = np.concatenate([(np.int64(i) << 40) + k for i, k in enumerate(kept)])
+    reason, first = np.zeros(len(place), np.uint8), np.full(len(place), -1, np.int64)
+    if filters.exact_duplicates and len(place):
+        _mark(_first_of_equal(hashes), EXACT, reason, first)
+    if filters.near_duplicates and len(place):
+        comparable = np.concatenate([np.asarray(f.comparable) for f in found]) != 0
+        rows = _Rows([f.signature for f in found], filters.permutations)
+        joined = _first_of_similar(rows, (reason == 0)[comparable], filters)
+        of_all = np.arange(len(place))
+        of_all[comparable] = np.flatnonzero(comparable)[joined]
+        _mark(of_all, NEAR, reason, first)
+    first = np.where(first < 0, -1, place[first])
+    start = 0
+    for f, k in zip(found, kept, strict=True):
+        decisions = Decisions(np.array(f.reason), np.full(len(f.reason), -1, np.int64))
+        decisions.reason[k], decisions.first[k] = reason[start : start + len(k)], first[start : start + len(k)]
+        start += len(k)
+        yield decisions
+
+
+def _mark(first_of: Int[np.ndarray, " n"], why: int, reason: UInt8[np.ndarray, " n"], first: Int64[np.ndarray, " n"]):
+    """Marks the documents that are not the first of their group."""
+    later = (first_of != np.arange(len(first_of))) & (reason == 0)
+    reason[later], first[later] = why, first_of[later]
+
+
+def _first_of_equal(hashes: Int64[np.ndarray, "n two"]) -> Int64[np.ndarray, " n"]:
+    """For each document the first one with its hash."""
+    order = np.lexsort((hashes[:, 1], hashes[:, 0]))  # stable: the first of a group comes first
+    ordered = hashes[order]
+    begins = np.r_[True, (ordered[1:] != ordered[:-1]).any(1)]
+    first = np.empty(len(order), np.int64)
+    first[order] = order[begins][np.cumsum(begins) - 1]
+    return first
+
+
+class _Rows:
+    """The signatures of a corpus, which stay in the files of its shards."""
+
+    def __init__(self, parts: Sequence[UInt32[np.ndarray, " _"]], permutations: int):
+        self._parts = [np.asarray(part).reshape(-1, permutations) for part in parts]
+        self._starts = np.cumsum([0] + [len(part) for part in self._parts])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def columns(self, start: int, stop: int) -> UInt32[np.ndarray, "n columns"]:
+        return np.concatenate([part[:, start:stop] for part in self._parts])
+
+    def rows(self, numbers: Int64[np.ndarray, " k"]) -> UInt32[np.ndarray, "k permutations"]:
+        part = np.searchsorted(self._starts, numbers, side="right") - 1
+        return np.stack([self._parts[p][n - self._starts[p]] for p, n in zip(part, numbers, strict=True)])
+
+
+def bands(threshold: float, permutations: int) -> tuple[int, int]:
+    """The number of bands and of rows in each: as many rows as leave `RECALL` of the pairs at the threshold."""
+    choices = [(permutations // rows, rows) for rows in range(1, permutations + 1)]
+    enough = [(b, r) for b, r in choices if 1 - (1 - threshold**r) ** b >= RECALL]
+    return enough[-1] if enough else choices[0]
+
+
+def _first_of_similar(rows: _Rows, chosen: Bool[np.ndarray, " n"], filters: Filters) -> Int64[np.ndarray, " n"]:
+    """For each document the first of its group, where similar pairs of chosen documents are in one group."""
+    parent = np.arange(len(rows))
+
+    def root(n: int) -> int:
+        while parent[n] != n:
+            parent[n] = parent[parent[n]]
+            n = parent[n]
+        return int(n)
+
+    count, width = bands(filters.near_duplicates, filters.permutations)
+    candidates = np.flatnonzero(chosen)
+    agreeing = filters.near_duplicates * filters.permutations - 1e-9
+    for band in range(count):
+        mixed = _mixed(rows.columns(band * width, (band + 1) * width)[candidates])
+        order = np.argsort(mixed, kind="stable")
+        ends = np.flatnonzero(np.r_[mixed[order][1:] != mixed[order][:-1], True]) + 1
+        starts = np.r_[0, ends[:-1]]
+        for start, end in zip(starts[ends - starts > 1], ends[ends - starts > 1], strict=True):
+            bucket = candidates[order[start:end]]
+            while len(bucket) > 1:  # the first of the bucket with all that are similar to it; then the others
+                roots = np.array([root(int(n)) for n in bucket])
+                if (roots == roots[0]).all():
+                    break
+                signature = rows.rows(bucket)
+                similar = (signature == signature[0]).sum(1) >= agreeing
+                for other in roots[similar]:
+                    one, two = sorted((root(int(roots[0])), root(int(other))))
+                    parent[two] = one
+                bucket = bucket[~similar]
+    return np.array([root(n) for n in range(len(parent))], np.int64)
+
+
+def _mixed(columns: UInt32[np.ndarray, "n width"]) -> UInt64[np.ndarray, " n"]:
+    """A hash of each row."""
+    mixed = np.zeros(len(columns), np.uint64)
+    for column in columns.T:
+        mixed = (mixed ^ column) * np.uint64(0x9E3779B97F4A7C15)
+        mixed ^= mixed >> np.uint64(29)
+    return mixed

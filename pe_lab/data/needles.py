@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Float32, Int, Int32, UInt64
 
 from pe_lab.config import SEED, check_bounds, from_dict, number
+from pe_lab.data.windows import Windows
 from pe_lab.errors import ConfigError
 
 QUERY = 3  # tokens of a query, [ASK key value]
@@ -101,7 +102,7 @@ def place_symbols(options: Mapping[int, NeedleOptions], size: int) -> tuple[dict
     return offsets, size
 
 
-class NeedleWindows:
+class NeedleWindows(Windows):
     """Random access to windows of T + 1 tokens of needles, T = `length`.
 
     Equal (options, length, seed, split, index) give equal windows. Training and validation windows are drawn from
@@ -110,6 +111,8 @@ class NeedleWindows:
     Raises:
       ConfigError: the window is too short for its facts and queries.
     """
+
+    endless, shuffled = True, False  # they are random already
 
     def __init__(
         self, options: NeedleOptions | Mapping[str, Any], length: int, seed: int, split: str, offset_vocab: int

@@ -1,49 +1,115 @@
-"""The pipeline: shuffled windows of all sources, mixed by weight, in global batches, which threads read ahead.
+"""The pipeline: the batches of all steps as a Grain dataset, which Grain's threads read ahead.
 
-The global batches do not depend on the number of processes.
+Element i of the dataset is what step i takes from one process's part of the global batch, which does not depend on the
+number of processes. Beside Grain's iterator are the counts of what was read, and the rest of the position in the data.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+import grain
 import numpy as np
 from jaxtyping import Float64, Int64
 
-from pe_lab.config import DataConfig
-from pe_lab.data.mixture import Mixture, Windows, mixture_stages, open_mixture
-from pe_lab.data.needles import NeedleWindows
-from pe_lab.data.order import Order, Position
-from pe_lab.data.supply import Supply
+from pe_lab.config import INT32, DataConfig
+from pe_lab.data.grain_data import GrainIteration
+from pe_lab.data.mixture import Mixture, local_size, mixture_stages, open_mixture
+from pe_lab.data.order import Order, Position, Supply
 from pe_lab.data.tokenizers import Tokenizer
-from pe_lab.data.windows import PackedWindows, documents_of, make_batch
+from pe_lab.data.windows import Batch, PackedWindows, Windows, gather_batch, make_batch
 from pe_lab.errors import CheckpointError, ConfigError, DataError, redacted
 
-Batch = dict[str, np.ndarray]
 ADDRESSES = 4096  # sequences whose windows are computed at once, about
 EPOCHS = 4  # of the smallest source that are computed at once: each is shuffled by itself, in milliseconds
 AHEAD = 1  # batches that are read before they are asked for, beside one for each thread
 
 
-class _Made(NamedTuple):
-    """A batch with what the pipeline counts when it is given."""
+class StepCounts(NamedTuple):
+    """What the pipeline counts of a global batch."""
 
-    batch: Batch
-    tokens: Int64[np.ndarray, " sources"]  # of the global batch, without padding
-    expected: Float64[np.ndarray, " sources"]  # the tokens that the weights give it
+    tokens: Int64[np.ndarray, " sources"]  # without padding
+    expected: Float64[np.ndarray, " sources"]  # the tokens that the weights give each source
     reached: Int64[np.ndarray, " sources"]  # the sequences of each source up to its end
     begun: Int64[np.ndarray, " sources"]  # the epochs of each source that have begun then
+
+
+class StepBatches:
+    """The batches of all steps, for `grain.MapDataset.source`: element i is what step i takes, and its counts.
+
+    Args:
+      windows: of each source.
+      order: of the sequences.
+      supply: of the sources.
+      left_out: the batches that are passed over, ascending.
+      process: (index, number) of the parts of a batch.
+      segments: whether documents are masked from each other.
+      eos_id: ends a document.
+    """
+
+    def __init__(
+        self,
+        windows: Sequence[Windows | GrainIteration],
+        order: Order,
+        supply: Supply,
+        left_out: Sequence[int],
+        process: tuple[int, int],
+        segments: bool,
+        eos_id: int,
+    ):
+        self._windows, self._order, self._supply, self._left_out = tuple(windows), order, supply, tuple(left_out)
+        self._segments, self._eos_id = segments, eos_id
+        local = local_size(order.batch_size, process[1])
+        self.mine = slice(process[0] * local, (process[0] + 1) * local)
+        self._mean_tokens = np.asarray([w.mean_tokens for w in windows])
+        sequences = min([ADDRESSES, *(EPOCHS * count for count in order.windows if count)])
+        self._per_block = max(1, sequences // order.batch_size)  # batches
+        self._block = functools.lru_cache(4)(self._addresses)
+
+    def __len__(self) -> int:
+        return INT32
+
+    def __getitem__(self, step: int) -> tuple[Batch, StepCounts]:
+        index = self.batch_index(step)
+        source, window = self._sequences(index)
+        batch = gather_batch(self._windows, source[self.mine], window[self.mine], self._segments, self._eos_id)
+        return batch, self.counts(index)
+
+    def batch_index(self, step: int) -> int:
+        """The index of the batch that comes after `step` batches which are not left out."""
+        for left_out in self._left_out:
+            step += left_out <= step
+        return step
+
+    def counts(self, index: int) -> StepCounts:
+        """The counts of the batch of an index."""
+        source, window = self._sequences(index)
+        tokens = [w.input_tokens(window[source == i]) for i, w in enumerate(self._windows)]
+        expected = self._order.shares(index) * self._order.batch_size * self._mean_tokens
+        reached = self._order.counts(self._order.sequence(index + 1))
+        return StepCounts(np.asarray(tokens, np.int64), expected, reached, self._supply.epochs(reached))
+
+    def _sequences(self, index: int) -> tuple[Int64[np.ndarray, " B"], Int64[np.ndarray, " B"]]:
+        """The source and the window of each sequence of the global batch of an index."""
+        size, per = self._order.batch_size, self._per_block
+        source, window = (part[index % per * size :][:size] for part in self._block(index // per))
+        return source, window
+
+    def _addresses(self, block: int) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
+        """The source and the window of each sequence of a block of batches."""
+        per = self._per_block
+        start, first = self._order.sequence(block * per), self._order.first_sequence
+        found = self._order.addresses(max(start, first), self._order.sequence((block + 1) * per))
+        return tuple(np.pad(part, (max(0, first - start), 0)) for part in found)  # nothing is read before the first
 
 
 class Pipeline:
     """An endless iterator over this process's sequences of each global batch.
 
-    Its position is the number of global batches so far, and of sequences of each source: a run that stops on one
+    Its position is the state of Grain's iterator, and the sequences of each source so far: a run that stops on one
     process may continue on two, and with other batch sizes and weights. Batches that are left out are passed over:
     batch `batch_index(n)` comes after n others.
     """
@@ -51,7 +117,7 @@ class Pipeline:
     def __init__(
         self,
         mixture: Mixture,
-        windows: Sequence[Windows],
+        windows: Sequence[Windows | GrainIteration],
         order: Order,
         about: dict[str, Any],
         process: tuple[int, int],
@@ -60,24 +126,20 @@ class Pipeline:
         self.vocab_size: int = mixture.vocab_size
         self.tokenizer: Tokenizer = mixture.tokenizer
         self._sources, self._windows, self._order = mixture.sources, tuple(windows), order
-        self._about, self._process = about, process
-        streams = [source.prepared.streams["train"] for source in mixture.sources if source.prepared is not None]
-        self._threads = workers or max([stream.threads for stream in streams], default=1)
-        self._local = local_size(order.batch_size, process[1])
+        self._about, self._process, self._threads = about, process, max(1, workers)
         names, configs = zip(*((source.name, source.config) for source in mixture.sources), strict=True)
         self._supply = Supply(names, configs, order.windows)
-        sequences = min([ADDRESSES, *(EPOCHS * count for count in order.windows if count)])
-        self._per_block = max(1, sequences // order.batch_size)  # batches
+        self._iteration = windows[0] if isinstance(windows[0], GrainIteration) else None
+        if self._iteration is not None:
+            self._iteration.configure(order.batch_size, self._threads + AHEAD)
         self._batches = 0
         self._left_out: tuple[int, ...] = ()  # ascending
         self._read = np.zeros(len(windows), np.int64)  # tokens
         self._expected = np.zeros(len(windows))
-        self._mean_tokens = np.asarray([w.mean_tokens if isinstance(w, PackedWindows) else w.length for w in windows])
         self._begun = np.zeros(len(windows), np.int64)  # epochs
         self._repeats: list[tuple[str, int]] = []
-        self._executor: ThreadPoolExecutor | None = None
-        self._ahead: deque[tuple[int, Future[_Made]]] = deque()
-        self._block = functools.lru_cache(4)(self._addresses)
+        self._iterator: grain.DatasetIterator | None = None
+        self._steps = self._step_batches()
 
     def describe(self, steps: int) -> list[dict[str, Any]]:
         """For each source its name, `source`, weight, and number of tokens and windows, as JSON.
@@ -97,65 +159,52 @@ class Pipeline:
             rows.append(row)
         return rows
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Batch]:
         return self
 
-    def __next__(self) -> Any:
-        index = self.batch_index(self._batches)
-        self._read_ahead(index)
-        made = self._ahead[0][1].result()
-        self._ahead.popleft()
-        self._count_epochs(made)
+    def __next__(self) -> Batch:
+        try:
+            batch, counts = self._take()
+            self._supply.check_now(counts.reached, self._batches + 1)
+        except BaseException:
+            self._close_iterator()  # which has gone on: the next call is for the same step
+            raise
+        for i in np.flatnonzero(counts.begun > np.maximum(1, self._begun)):
+            self._repeats.append((self._sources[i].name, int(counts.begun[i])))
+        self._begun = np.maximum(counts.begun, self._begun)
         self._batches += 1
-        self._read = self._read + made.tokens
-        self._expected = self._expected + made.expected
-        return made.batch
+        self._read = self._read + counts.tokens
+        self._expected = self._expected + counts.expected
+        return batch
 
-    def read_ahead(self) -> None:
-        """Has threads read the next batches, while the caller does something else.
+    def _take(self) -> tuple[Batch, StepCounts]:
+        """The batch of the next step, with its counts."""
+        if self._iteration is None:
+            return next(self._opened())
+        index = self.batch_index(self._batches)
+        first = self._order.sequence(index)
+        return self._own_part(self._iteration.take(first), first), self._steps.counts(index)
 
-        A thread that has work takes the interpreter from its caller: call this after a step is dispatched.
-        """
-        self._read_ahead(self.batch_index(self._batches))
+    def _own_part(self, elements: Sequence[Any], first: int) -> Batch:
+        """This process's part of a batch of elements of an `IterDataset`."""
+        mine = self._steps.mine
+        arrays = self._iteration.arrays(elements[mine], first + mine.start)
+        return make_batch(arrays, segments=self._about["segments"], eos_id=self.tokenizer.eos_id)
 
-    def _read_ahead(self, index: int) -> None:
-        """Has threads read the batch of an index and some after it."""
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(self._threads, "feeding")
-        index = self._ahead[-1][0] + 1 if self._ahead else index
-        while len(self._ahead) < self._threads + AHEAD:
-            if index not in self._left_out:
-                self._ahead.append((index, self._executor.submit(self._make, index)))
-            index += 1
+    def _step_batches(self) -> StepBatches:
+        segments, eos_id = self._about["segments"], self.tokenizer.eos_id
+        return StepBatches(self._windows, self._order, self._supply, self._left_out, self._process, segments, eos_id)
 
-    def _make(self, index: int) -> _Made:
-        """This process's part of the batch of an index."""
-        size, (process, _) = self._order.batch_size, self._process
-        per = self._per_block
-        source, window = (part[index % per * size :][:size] for part in self._block(index // per))
-        tokens = [_input_tokens(w, window[source == i]) for i, w in enumerate(self._windows)]
-        mine = slice(process * self._local, (process + 1) * self._local)
-        reached = self._order.counts(self._order.sequence(index + 1))
-        batch = gather_batch(self._windows, source[mine], window[mine], self._about["segments"], self.tokenizer.eos_id)
-        expected = self._order.shares(index) * size * self._mean_tokens
-        return _Made(batch, np.asarray(tokens, np.int64), expected, reached, self._supply.epochs(reached))
-
-    def _addresses(self, block: int) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
-        """The source and the window of each sequence of a block of batches."""
-        per = self._per_block
-        start, first = self._order.sequence(block * per), self._order.first_sequence
-        found = self._order.addresses(max(start, first), self._order.sequence((block + 1) * per))
-        return tuple(np.pad(part, (max(0, first - start), 0)) for part in found)  # nothing is read before the first
+    def _opened(self) -> grain.DatasetIterator:
+        """Grain's iterator over the steps, from the next one on."""
+        if self._iterator is None:
+            reading = grain.ReadOptions(num_threads=self._threads, prefetch_buffer_size=self._threads + AHEAD)
+            self._iterator = iter(grain.MapDataset.source(self._steps).to_iter_dataset(reading))
+            self._iterator.set_state({"next_index": self._batches})
+        return self._iterator
 
     # -----------------------------------------------------------------------------------------------------------------
     # Epochs
-
-    def _count_epochs(self, made: _Made) -> None:
-        """Notes the epochs that begin in a batch. `DataError` if a source has run dry."""
-        for i in np.flatnonzero(made.begun > np.maximum(1, self._begun)):
-            self._repeats.append((self._sources[i].name, int(made.begun[i])))
-        self._begun = np.maximum(made.begun, self._begun)
-        self._supply.check_now(made.reached, self._batches + 1)
 
     def check_supply(self, steps: int) -> None:
         """`DataError` if a source that may not repeat runs dry before `steps` batches were given."""
@@ -182,36 +231,47 @@ class Pipeline:
 
     def batch_index(self, position: int) -> int:
         """The index of the batch that comes after `position` batches which are not left out."""
-        for left_out in self._left_out:
-            position += left_out <= position
-        return position
+        return self._steps.batch_index(position)
 
     def leave_out(self, batches: Sequence[int]) -> None:
         """Passes over batches with these indices, besides those that are left out already."""
-        self.close()
+        self._close_iterator()
         self._left_out = tuple(sorted({*self._left_out, *batches}))
+        self._steps = self._step_batches()
 
     def sequences(self, batch: int) -> Iterator[dict[str, Any]]:
         """What is in the global batch of an index, for a person: a record for each sequence.
 
         `source` and `window` name it, `tokens` are its T + 1 ids and `text` is what they decode to (without the symbols
         of needles). Of text, `first_token` is the place in the split, and `documents` the ordinal numbers of the first
-        and the last document there, from 0; of a window with packed documents, both are lists of each part's.
+        and the last document there, from 0; of a window with packed documents, both are lists of each part's. Of an
+        `IterDataset`, which has no random access, only the batches given last are known.
         """
         start = self._order.sequence(batch)
+        if self._iteration is not None:
+            elements = self._iteration.peek(start)
+            tokens = self._iteration.arrays(elements, start).tokens if elements else ()
+            for k, row in enumerate(tokens):
+                yield self._record(batch, k, self._sources[0].name, start + k) | self._text_of(row.tolist())
+            return
         addresses = self._order.addresses(start, start + self._order.batch_size)
         for k, (i, window) in enumerate(zip(*(part.tolist() for part in addresses), strict=True)):
             source, windows = self._sources[i], self._windows[i]
-            record: dict[str, Any] = {"batch": batch, "sequence": k, "source": source.name, "window": window}
+            record = self._record(batch, k, source.name, window)
             if source.prepared is not None:
                 starts, lengths = np.asarray(windows.pieces(window)).T
                 ends, packed = source.prepared.streams["train"].ends, isinstance(windows, PackedWindows)
                 inside = starts if packed else np.asarray([starts[0], starts[0] + lengths[0] - 2])
                 record["first_token"] = starts.tolist() if packed else int(starts[0])
                 record["documents"] = np.searchsorted(ends, inside, side="right").tolist()
-            record["tokens"] = windows.read(np.asarray([window]))[0][0].tolist()
-            record["text"] = self.tokenizer.decode([t for t in record["tokens"] if t < self.tokenizer.vocab_size])
-            yield record
+            yield record | self._text_of(windows.tokens(window).tolist())
+
+    def _record(self, batch: int, sequence: int, source: str, window: int) -> dict[str, Any]:
+        return {"batch": batch, "sequence": sequence, "source": source, "window": window}
+
+    def _text_of(self, tokens: Sequence[int]) -> dict[str, Any]:
+        text = self.tokenizer.decode([token for token in tokens if token < self.tokenizer.vocab_size])
+        return {"tokens": tokens, "text": text}
 
     # -----------------------------------------------------------------------------------------------------------------
     # The position
@@ -219,10 +279,11 @@ class Pipeline:
     def get_state(self) -> dict[str, Any]:
         """The position as JSON.
 
-        `batches` is the number of global batches so far, `left_out` those left out; `sequences` the number of sequences
-        of the global order up to there, with those left out, and `sources` how many of them are of each source, with
-        the tokens that were read and expected; `weights` those of the sources, and `place` the sequences since they
-        began; `data` describes the data.
+        `iterator` is the state of Grain's iterator: of the steps, or of a person's `IterDataset`, of which so many
+        elements were `drawn`. `batches` is the number of global batches so far, `left_out` those left out; `sequences`
+        the number of sequences of the global order up to there, with those left out, and `sources` how many of them are
+        of each source, with the tokens that were read and expected; `weights` those of the sources, and `place` the
+        sequences since they began; `data` describes the data.
         """
         place = self._order.position(self.batch_index(self._batches))
         left_out = {"left_out": list(self._left_out)} if self._left_out else {}
@@ -233,14 +294,18 @@ class Pipeline:
             )
         ]
         where = {"sequences": place.sequence, "sources": sources, "weights": list(place.weights), "place": place.place}
-        return {"batches": self._batches, **left_out, **where, "data": self._about}
+        if self._iteration is None:
+            iterator = {"iterator": self._opened().get_state()}
+        else:
+            iterator = {"iterator": self._iteration.get_state(), "drawn": self._iteration.at}
+        return {"batches": self._batches, **iterator, **left_out, **where, "data": self._about}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continues after `state["batches"]` global batches; `CheckpointError` if they are of other data.
 
         The batch size and the weights may be others: each source goes on where it was.
         """
-        saved = {"packing": "concatenate", **state.get("data", {})}
+        saved = state["data"]
         mine, its = (_comparable(about) for about in (self._about, saved))
         for name in {**mine, **its}:
             if its.get(name) != mine.get(name):
@@ -249,39 +314,27 @@ class Pipeline:
                     f"{its.get(name)!r}, is {mine.get(name)!r}. "
                     "Resume with the same data, or start a new workdir."
                 )
+        sources = state["sources"]
+        counts = tuple(int(source["sequences"]) for source in sources)
+        weights, place = tuple(state["weights"]), int(state["place"])
         self.close()
-        self._batches = int(state["batches"])
-        self._left_out = tuple(sorted(state.get("left_out", ())))
-        index = self.batch_index(self._batches)
-        if "sources" in state:
-            sources = state["sources"]
-            counts = tuple(int(source["sequences"]) for source in sources)
-            start = Position(index, int(state["sequences"]), counts, tuple(state["weights"]), int(state["place"]))
-            self._read = np.asarray([source["read_tokens"] for source in sources], np.int64)
-            self._expected = np.asarray([source["expected_tokens"] for source in sources], np.float64)
+        if self._iteration is None:
+            self._batches = int(state["iterator"]["next_index"])
         else:
-            start = self._of_earlier_version(saved, index)
-        self._leave_out_again(index, start, saved["batch_size"])
-        self._order = self._order.after(start)
-        self._block.cache_clear()
+            self._batches = int(state["batches"])
+            self._iteration.set_state(state["iterator"], int(state["drawn"]))
+        self._left_out = tuple(sorted(state.get("left_out", ())))
+        index = self._step_batches().batch_index(self._batches)
+        self._leave_out_again(index, saved["batch_size"])
+        self._order = self._order.after(Position(index, int(state["sequences"]), counts, weights, place))
+        self._steps = self._step_batches()
+        self._read = np.asarray([source["read_tokens"] for source in sources], np.int64)
+        self._expected = np.asarray([source["expected_tokens"] for source in sources], np.float64)
         sizes = self._order.windows
-        self._begun = np.asarray([-(-n // size) if size else 0 for n, size in zip(start.counts, sizes, strict=True)])
+        self._begun = np.asarray([-(-n // size) if size else 0 for n, size in zip(counts, sizes, strict=True)])
         self._repeats = []
 
-    def _of_earlier_version(self, saved: Mapping[str, Any], index: int) -> Position:
-        """The position of a state that has the number of batches alone; counts the tokens that were read."""
-        weights = tuple(float(weight) for _, weight, _ in saved["sources"])
-        order = Order(self._order.windows, self._order.seeds, [(0, weights)], saved["batch_size"])
-        passed = [b for b in self._left_out if b < index]
-        counts = order.counts(order.sequence(index))
-        for batch in passed:
-            counts = counts - order.counts(order.sequence(batch + 1)) + order.counts(order.sequence(batch))
-        self._read = counts * saved["sequence_length"]
-        sequences = (index - len(passed)) * saved["batch_size"]
-        self._expected = order.shares(0) * sequences * saved["sequence_length"]
-        return order.position(index)
-
-    def _leave_out_again(self, index: int, start: Position, batch_size: int) -> None:
+    def _leave_out_again(self, index: int, batch_size: int) -> None:
         """Renumbers batches that are still to be left out, where the batch size was another one."""
         if batch_size != self._order.batch_size and (ahead := [b for b in self._left_out if b >= index]):
             again = set()
@@ -293,10 +346,14 @@ class Pipeline:
 
     def close(self) -> None:
         """Stops the threads."""
-        if self._executor is not None:
-            self._executor.shutdown(cancel_futures=True)
-        self._executor = None
-        self._ahead.clear()
+        self._close_iterator()
+        if self._iteration is not None:
+            self._iteration.close()
+
+    def _close_iterator(self) -> None:
+        if self._iterator is not None:
+            self._iterator.close()
+        self._iterator = None
 
 
 def _comparable(about: Mapping[str, Any]) -> dict[str, Any]:
@@ -314,28 +371,39 @@ def build_pipeline(
     weights: Mapping[str, Any] | None = None,
     process_index: int = 0,
     process_count: int = 1,
+    vocab_size: int = 0,
 ) -> Pipeline:
     """The pipeline of a data config's training split. `batch_size` is the global one.
 
-    `weights` of sources by name replace those of the config, as `PhaseConfig.weights`.
+    `weights` of sources by name replace those of the config, as `PhaseConfig.weights`. `vocab_size` is that of the
+    model, see `open_mixture`.
 
     Raises:
       UserError: the data cannot be opened, a split is shorter than a window, a weight is wrong, or the batch does not
         divide.
     """
     local_size(batch_size, process_count)
-    mixture = open_mixture(config, process_index)
+    mixture = open_mixture(config, process_index, vocab_size)
+    if not mixture.vocab_size and not vocab_size:
+        raise ConfigError("data.tokenizer='none' does not tell how many ids there are: set model.vocab_size.")
     stages = mixture_stages(mixture.sources, weights or {})
     windows = [s.windows(sequence_length, seed, "train") for s in mixture.sources]
     for source, w in zip(mixture.sources, windows, strict=True):
-        if not len(w):
+        if isinstance(w, GrainIteration):
+            if len(windows) > 1:
+                raise ConfigError(
+                    f"data source {source.name!r} is a grain.IterDataset, which has no random access and so must be "
+                    "the only source. Return a grain.MapDataset, or mix the sources in Grain."
+                )
+        elif not len(w):
             raise DataError(
                 f"data source {source.name!r}: its train split has {source.tokens('train')} tokens, less "
                 f"than one window of sequence_length={sequence_length} + 1. Use more text or shorter windows."
             )
-    # Needles are random already. Epoch e is shuffled by seed + e, so the seeds of sources are far apart.
-    sizes = [0 if isinstance(w, NeedleWindows) else len(w) for w in windows]
-    order = Order(sizes, [_seed32(seed, i) for i in range(len(windows))], stages, batch_size)
+    # Epoch e is shuffled by seed + e, so the seeds of sources are far apart.
+    sizes = [0 if w.endless else len(w) for w in windows]
+    seeds = [_seed32(seed, i) if w.shuffled else None for i, w in enumerate(windows)]
+    order = Order(sizes, seeds, stages, batch_size)
     about = {
         "sources": [[s.name, s.weight, s.fingerprint] for s in mixture.sources],
         "tokenizer": mixture.tokenizer.fingerprint,
@@ -346,48 +414,9 @@ def build_pipeline(
         "split": "train",
         "seed": seed,
     }
+    if isinstance(windows[0], GrainIteration):
+        about["iterated"] = True
     return Pipeline(mixture, windows, order, about, (process_index, process_count), config.workers)
-
-
-def gather_batch(
-    windows: Sequence[Windows],
-    source: Int64[np.ndarray, " n"],
-    window: Int64[np.ndarray, " n"],
-    segments: bool,
-    eos_id: int,
-) -> Batch:
-    """A batch of the windows with these numbers, of these of the sources."""
-    shape = (len(source), windows[0].length + 1)
-    tokens, weights = np.empty(shape, np.int32), np.empty((shape[0], shape[1] - 1), np.float32)
-    documents, present = None, np.unique(source).tolist()
-    for i in present:
-        mine = np.flatnonzero(source == i)
-        by_eos = not segments or isinstance(windows[i], NeedleWindows)
-        *read, found = (*windows[i].read(window[mine]), None) if by_eos else windows[i].read_documents(window[mine])
-        if len(present) == 1:
-            return make_batch(*read, segments=segments, eos_id=eos_id, documents=found)
-        tokens[mine], weights[mine] = read
-        if found is not None:
-            documents = np.zeros(shape, np.int32) if documents is None else documents
-            documents[mine] = found
-    if documents is not None and len(others := np.flatnonzero(documents[:, 0] == 0)):
-        documents[others] = documents_of(tokens[others], eos_id)
-    return make_batch(tokens, weights, segments=segments, eos_id=eos_id, documents=documents)
-
-
-def _input_tokens(windows: Windows, indices: Int64[np.ndarray, " n"]) -> int:
-    """The number of input tokens of some windows that are no padding."""
-    return windows.input_tokens(indices) if isinstance(windows, PackedWindows) else len(indices) * windows.length
-
-
-def local_size(batch_size: int, process_count: int) -> int:
-    """The number of sequences of one process."""
-    if batch_size < 1 or batch_size % process_count:
-        raise ConfigError(
-            f"batch_size={batch_size} does not divide into {process_count} processes. Make it a multiple of "
-            f"{process_count}."
-        )
-    return batch_size // process_count
 
 
 def _seed32(seed: int, source: int) -> int:

@@ -1,8 +1,8 @@
-"""Preparation of data: the documents of a source become token shards in a new directory, or in the cache.
+"""Preparation of data: the documents of a source become token shards in a new directory.
 
 The directory is filled beside its place, step after step, shard after shard (`data/shard_preparation.py`), by whoever
-is to run them (`data/executors.py`), and then described (`data/gathering.py`). What was interrupted goes on where it
-stopped: finished shards are kept.
+is to run them (`data/executors.py`), and then described. What was interrupted goes on where it stopped: finished shards
+are kept.
 """
 
 from __future__ import annotations
@@ -12,37 +12,30 @@ import hashlib
 import itertools
 import json
 import re
+import struct
+import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from pe_lab.config import SourceConfig, to_json
 from pe_lab.data.chat import chat_fingerprint
 from pe_lab.data.executors import Executor, in_this_process
-from pe_lab.data.filters import Filters, text_of
-from pe_lab.data.gathering import (
-    damage_of,
-    decide_duplicates,
-    finished_shards,
-    gather,
-    left_shards,
-    publish,
-    statistics_of,
+from pe_lab.data.filters import REASONS, Filters, Fingerprints, decide, joined_samples, read_arrays, write_arrays
+from pe_lab.data.shard_preparation import PLAN_FILE, WORK, OpenPlan, PlanAddress, PreparationPlan, open_plan
+from pe_lab.data.shards import (
+    METADATA_FILE,
+    SPLITS,
+    TOKENIZER_DIRECTORY,
+    Metadata,
+    Shard,
+    read_metadata,
+    write_metadata,
 )
-from pe_lab.data.shard_preparation import PLAN_FILE, WORK, Place, Plan, Work, open_work
-from pe_lab.data.shards import METADATA_FILE, TOKENIZER_DIRECTORY, Metadata, read_metadata
 from pe_lab.data.sources import open_source
-from pe_lab.data.tokenizers import (
-    KIND_FILE,
-    Tokenizer,
-    load_saved_tokenizer,
-    load_tokenizer,
-    save_tokenizer,
-    train_sentencepiece,
-    training_size,
-)
-from pe_lab.errors import ConfigError, DataError, UserError, redacted, resource
+from pe_lab.data.tokenizers import Tokenizer, save_tokenizer
+from pe_lab.errors import ConfigError, DataError, UserError, redacted
 from pe_lab.storage import (
     AnyPath,
     LeaseTaken,
@@ -50,17 +43,16 @@ from pe_lab.storage import (
     is_remote,
     lease,
     listing,
-    new_directory,
     read_json,
     remove,
     remove_tree,
-    unfinished,
     write_json,
+    write_records,
 )
 from pe_lab.terminal import Progress, console
 
-PATIENCE_SECONDS = 600  # without a change in the directory, until a waiting process gives up
 LEASE_SECONDS = 1.0  # between two attempts to take the lease of another process
+DROPPED = "dropped"  # the directory of the samples of dropped documents
 
 
 def prepare(
@@ -116,24 +108,24 @@ def prepare(
                 _finish(directory)
                 if is_file(directory / METADATA_FILE):  # another process was faster
                     return read_metadata(directory)
-                place = _begin(building, plan, tokenizer, directory)
+                address = _begin(building, plan, tokenizer, directory)
                 mine = range(len(plan.shards))[task[0] :: task[1]]
                 left = set(mine) - finished_shards(building, "shard")
-            work = open_work(place)
+            opened = open_plan(address)
             # A task that has done its share writes nothing: the others may end at any moment.
             if alone or left:
                 if filters.duplicates:
-                    _run(work, place, "fingerprints", mine, executor)
-                    if left_shards(work, "fingerprints"):
+                    _run(opened, address, "fingerprints", mine, executor)
+                    if left_shards(opened, "fingerprints"):
                         return None
                     with whole():
-                        decide_duplicates(work)
-                _run(work, place, "shard", mine, executor)
-            if left_shards(work, "shard"):
+                        decide_duplicates(opened)
+                _run(opened, address, "shard", mine, executor)
+            if left_shards(opened, "shard"):
                 return finished()
             with whole():
                 if not is_file(directory / METADATA_FILE):
-                    gather(work, directory, lambda shards: _run(work, place, "shard", shards, executor, shards))
+                    gather(opened, directory, lambda shards: _run(opened, address, "shard", shards, executor, shards))
         except (UserError, OSError):
             if not alone and (metadata := finished()):  # what this task was about to read is no more
                 return metadata
@@ -183,7 +175,7 @@ def make_plan(
     validation_fraction: float,
     limit_documents: int | None,
     filters: Filters,
-) -> Plan:
+) -> PreparationPlan:
     """The plan of a preparation. With a limit, the first documents of the source are counted."""
     source = open_source(config)
     shards, documents = source.shards(), []
@@ -192,7 +184,7 @@ def make_plan(
         documents.append(sum(1 for _ in itertools.islice(source.read(shard), left)))
         if left == documents[-1]:
             break
-    return Plan(
+    return PreparationPlan(
         config,
         json.loads(json.dumps(source.identity())),
         tuple(shards[: len(documents)] if limit_documents is not None else shards),
@@ -241,18 +233,18 @@ def _writing(directory: AnyPath) -> Iterator[None]:
         yield
 
 
-def _begin(building: AnyPath, plan: Plan, tokenizer: Tokenizer, directory: AnyPath) -> Place:
+def _begin(building: AnyPath, plan: PreparationPlan, tokenizer: Tokenizer, directory: AnyPath) -> PlanAddress:
     """Writes the tokenizer and the plan, or compares the plan with the one that is there.
 
     The plan has the addresses as they are given, for the processes that read them, so on a disk only its owner reads
     it; it is removed with the shards' files when the data are whole. Credentials may be others than when it was begun.
     """
     wanted, path = json.loads(json.dumps(plan.to_json())), building / WORK / PLAN_FILE
-    place = Place(str(building), _hash(wanted))
+    address = PlanAddress(str(building), digest_of(wanted))
     if not is_file(path):
         save_tokenizer(tokenizer, building / TOKENIZER_DIRECTORY)
         write_json(path, wanted, private=True)
-        return place
+        return address
     found = read_json(path)
     for name in wanted:
         if to_json(wanted[name]) == to_json(found.get(name)):
@@ -264,7 +256,7 @@ def _begin(building: AnyPath, plan: Plan, tokenizer: Tokenizer, directory: AnyPa
         raise ConfigError(f"The preparation of '{directory}' was interrupted, and {changed}. {advice}")
     if found != wanted:
         write_json(path, wanted, private=True)
-    return place
+    return address
 
 
 def _short(value: Any) -> str:
@@ -273,28 +265,28 @@ def _short(value: Any) -> str:
 
 
 def _run(
-    work: Work,
-    place: Place,
+    opened: OpenPlan,
+    address: PlanAddress,
     step: str,
     shards: Collection[int],
     executor: Executor,
     endings: Mapping[int, str] | None = None,
 ) -> None:
     """Runs a step for those of the shards for which it is not done yet, and shows the progress."""
-    done = finished_shards(work.directory, step) & set(shards)
+    done = finished_shards(opened.directory, step) & set(shards)
     before = 0  # documents
     for shard in sorted(done) if step == "shard" else ():
-        statistics = statistics_of(work, shard)
-        if damage_of(work, statistics):
-            remove(work.file(step, shard))
+        statistics = statistics_of(opened, shard)
+        if damage_of(opened, statistics):
+            remove(opened.file(step, shard))
             done.discard(shard)
         else:
             before += statistics["read"]
     left = {shard: (endings or {}).get(shard, "keep") for shard in shards if shard not in done}
     if not left:
         return
-    total = work.count() if step == "shard" and len(shards) == len(work.plan.shards) else None
-    name = f"{'preparing' if step == 'shard' else 'comparing'} {work.source.name}"
+    total = opened.count() if step == "shard" and len(shards) == len(opened.plan.shards) else None
+    name = f"{'preparing' if step == 'shard' else 'comparing'} {opened.source.name}"
     documents, tokens, finished, begun = 0, 0, len(done), time.perf_counter()
     unit = (total, before) if total else (len(shards), len(done))
     with Progress(console(stderr=True), name, *unit) as progress:
@@ -311,96 +303,177 @@ def _run(
             documents, tokens = documents + more_documents, tokens + more_tokens
             show()
 
-        for number in executor(place, step, left, report):
+        for number in executor(address, step, left, report):
             finished += number
             show()
 
 
-def ensure_prepared(
-    config: SourceConfig,
-    tokenizer: Tokenizer,
-    specification: str,
-    cache_dir: Path,
-    validation_fraction: float,
-    process_index: int = 0,
-) -> Path:
-    """The directory of a source's shards in the cache. If it is missing, process 0 prepares it and the others wait.
-
-    The name of the directory contains a hash of everything that the shards depend on.
-
-    Raises:
-      DataError: the source cannot be prepared, or process 0 does not prepare it.
-    """
-    source = open_source(config)
-    options, shown = dict(config.options), redacted(config.source)
-    key = [
-        resource(config.source),
-        config.column,
-        options,
-        source.identity(),
-        tokenizer.fingerprint,
-        validation_fraction,
-    ]
-    key += [chat_fingerprint(tokenizer)] if config.chat else []
-    name = re.sub(r"[^A-Za-z0-9]+", "-", shown).strip("-")[:40].lower() or "source"
-    directory = cache_dir / f"{name}-{_hash(key)}"
-
-    def make() -> None:
-        prepare(config, tokenizer, specification, directory, validation_fraction)
-
-    return _cached(directory, METADATA_FILE, process_index, make)
-
-
-def ensure_tokenizer(
-    specification: str, configs: Sequence[SourceConfig], cache_dir: Path, process_index: int = 0
-) -> Tokenizer:
-    """The tokenizer of a specification; `sentencepiece:train:SIZE` is trained on the sources once, by process 0.
-
-    Raises:
-      UserError: the tokenizer cannot be read or trained.
-    """
-    size = training_size(specification)
-    if size is None:
-        return load_tokenizer(specification)
-    sources = [open_source(config) for config in configs]
-    if not sources:
-        raise ConfigError(
-            f"data.tokenizer={specification!r} has no text to train on. Add a text source, or use tokenizer=bytes."
-        )
-    key = [size, [[resource(s.name), c.column, s.identity()] for s, c in zip(sources, configs, strict=True)]]
-    directory = cache_dir / f"tokenizer-sentencepiece-{size}-{_hash(key)}"
-
-    def make() -> None:
-        documents = (text_of(document) for source in sources for document in source.documents())
-        trained = train_sentencepiece(documents, size, ", ".join(s.name for s in sources))
-        with new_directory(directory, marker=KIND_FILE) as building:
-            save_tokenizer(trained, building)
-
-    return load_saved_tokenizer(_cached(directory, KIND_FILE, process_index, make))
-
-
-def _cached(directory: Path, marker: str, process_index: int, make: Callable[[], None]) -> Path:
-    """The directory; if it has no file `marker`, process 0 makes it and the others wait."""
-    if is_file(directory / marker):
-        return directory
-    if process_index == 0:
-        make()
-        return directory
-    last_change = time.time()
-    while not is_file(directory / marker):
-        time.sleep(0.2)
-        being_filled = [building_directory(directory), building_directory(directory) / WORK, *unfinished(directory)]
-        for building in being_filled if not is_remote(directory) else ():
-            with contextlib.suppress(OSError):
-                last_change = max(last_change, *(p.stat().st_mtime for p in (building, *building.iterdir())))
-        if time.time() - last_change > PATIENCE_SECONDS:
-            raise DataError(
-                f"Waited {PATIENCE_SECONDS:.0f} s for process 0 to write {directory}, without any change there. "
-                "Put data.cache_dir on a file system that all hosts share, or run python -m pe_lab.prepare on "
-                "each host and set data.prepared."
-            )
-    return directory
-
-
-def _hash(key: Any) -> str:
+def digest_of(key: Any) -> str:
+    """A short hash of what can be JSON."""
     return hashlib.blake2b(json.dumps(key, sort_keys=True, default=str).encode(), digest_size=6).hexdigest()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The end: what the shards are together, from what is on disk, and the directory in its place
+
+
+def finished_shards(building: AnyPath, kind: str) -> set[int]:
+    """The numbers of the shards for which a file of that kind is there."""
+    names = (re.fullmatch(rf"{kind}-(\d+)\.\w+", name) for name in listing(building / WORK))
+    return {int(name[1]) for name in names if name}
+
+
+def left_shards(opened: OpenPlan, kind: str) -> list[int]:
+    finished = finished_shards(opened.directory, kind)
+    return [shard for shard in range(len(opened.plan.shards)) if shard not in finished]
+
+
+def statistics_of(opened: OpenPlan, shard: int) -> dict[str, Any]:
+    return read_json(opened.file("shard", shard), "Remove it, and repeat the command.")
+
+
+def damage_of(opened: OpenPlan, statistics: Mapping[str, Any]) -> str:
+    """What is wrong with the token shards of an input shard, by their headers; "" if nothing is."""
+    for shard in (Shard(**shard) for split in SPLITS for shard in statistics["shards"][split]):
+        try:
+            with (opened.directory / shard.file).open("rb") as file:
+                header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+                size = file.seek(0, 2)
+            written = (header["tokens"]["shape"], header["ends"]["shape"], size)
+        except (OSError, ValueError, KeyError, struct.error):
+            return f"{shard.file} is missing or damaged"
+        if written != ([shard.tokens], [shard.documents], shard.bytes):
+            return f"{shard.file} is not what was written"
+    return ""
+
+
+def decide_duplicates(opened: OpenPlan) -> None:
+    """Writes for each shard which of its documents are duplicates."""
+    if not left_shards(opened, "decisions"):
+        return
+    shards = range(len(opened.plan.shards))
+    found = [read_arrays(opened.file("fingerprints", shard), Fingerprints) for shard in shards]
+    for shard, decisions in zip(shards, decide(found, opened.plan.filters), strict=True):
+        write_arrays(opened.file("decisions", shard), decisions)
+
+
+def endings(splits: Sequence[Mapping[str, Any]]) -> dict[int, str]:
+    """The ending of every shard (see `prepare_shard`), by what `Split` found in each."""
+    chosen = dict.fromkeys(range(len(splits)), "keep")
+    with_documents = {i: split for i, split in enumerate(splits) if split["side"]}
+    sides = {split["side"] for split in with_documents.values()}
+    nearest = min((split["nearest"] for split in with_documents.values()), default=2.0)
+    if len(sides) != 1 or nearest > 1 or any(split["both"] for split in splits):
+        return chosen
+    at = [i for i, split in with_documents.items() if split["nearest"] == nearest]
+    if len(at) < len(with_documents) or any(split["released"] for split in splits):
+        return chosen | dict.fromkeys(at, "move")
+    return chosen | dict.fromkeys(at, "cut again") | {at[0]: "cut"}
+
+
+def gather(opened: OpenPlan, directory: AnyPath, again: Callable[[dict[int, str]], None]) -> None:
+    """Describes the shards, all of which are written, and puts the directory into its place.
+
+    Args:
+      opened: the plan, opened.
+      directory: where the directory of `opened` is to be.
+      again: prepares some shards again, with another ending each.
+
+    Raises:
+      DataError: no document is left, or a shard is damaged.
+    """
+    plan, shards = opened.plan, range(len(opened.plan.shards))
+    statistics, samples = _read_statistics(opened)
+    wanted = endings([one["split"] for one in statistics])
+    wanted = {shard: ending for shard, ending in wanted.items() if statistics[shard]["ending"] != ending}
+    if wanted:  # one split is empty: another pass over the shards of one document
+        for shard in wanted:
+            remove(opened.file("shard", shard))
+        again(wanted)
+        statistics, samples = _read_statistics(opened)
+    for shard, one in enumerate(statistics):
+        if damage := damage_of(opened, one):
+            remove(opened.file("shard", shard))
+            raise DataError(f"{directory}: {damage}. Repeat the command, which prepares the shard again.")
+    files = {split: tuple(Shard(**s) for one in statistics for s in one["shards"][split]) for split in SPLITS}
+    dropped = sum((Counter(one["dropped"]) for one in statistics), Counter())
+    if not any(files.values()):
+        remove_tree(opened.directory)
+        if not dropped:
+            raise DataError(f"data source {opened.source.name!r} is empty: no document has text.")
+        reasons = ", ".join(f"{reason} {dropped[reason]:,}" for reason in REASONS if dropped[reason])
+        raise DataError(
+            f"Every document of {opened.source.name!r} was dropped by the filters ({reasons}). Loosen them, or look at "
+            "the corpus."
+        )
+    empty = [plan.shards[shard].name for shard in shards if not statistics[shard]["read"]]
+    if empty:
+        more = f" and {len(empty) - 3:,} more" if len(empty) > 3 else ""
+        console(stderr=True).print(f"no documents in {', '.join(empty[:3])}{more}")
+    for reason, records in samples.items():
+        write_records(opened.directory / DROPPED / f"{reason}.jsonl", records)
+    write_metadata(
+        opened.directory,
+        Metadata(
+            source=redacted(opened.source.name),
+            column=plan.source.column,
+            template=plan.source.template,
+            chat=plan.source.chat,
+            identity=plan.identity,
+            tokenizer=plan.tokenizer,
+            tokenizer_fingerprint=plan.tokenizer_fingerprint,
+            vocab_size=plan.vocab_size,
+            eos_id=plan.eos_id,
+            dtype=plan.dtype.name,
+            validation_fraction=plan.validation_fraction,
+            limit_documents=plan.limit_documents,
+            filters=plan.filters.settings(),
+            dropped={reason: dropped[reason] for reason in REASONS if dropped[reason]},
+            documents={split: sum(shard.documents for shard in files[split]) for split in SPLITS},
+            tokens={split: sum(shard.tokens for shard in files[split]) for split in SPLITS},
+            characters=sum(one["characters"] for one in statistics),
+            content=_content(plan, statistics),
+            shards=files,
+            python=sys.version.split()[0],
+        ),
+    )
+    publish(opened.directory, directory)
+
+
+def _read_statistics(opened: OpenPlan) -> tuple[list[dict[str, Any]], dict[str, list[dict[str, Any]]]]:
+    """The statistics of every shard, and the samples of the whole corpus."""
+    statistics: list[dict[str, Any]] = []
+
+    def samples() -> Iterator[dict[str, Any]]:
+        for shard in range(len(opened.plan.shards)):
+            statistics.append(statistics_of(opened, shard))
+            yield statistics[-1].pop("samples")
+
+    return statistics, joined_samples(samples())
+
+
+def _content(plan: PreparationPlan, statistics: Sequence[Mapping[str, Any]]) -> str:
+    """A hash of every document that was kept, of filters and templates; of one shard without them, that of its own."""
+    settings = [plan.filters.settings(), plan.source.template, plan.source.chat]
+    settings += [plan.libraries["chat_template"]] if plan.source.chat else []
+    of_shards = [one["content"] for one in statistics]
+    if len(of_shards) == 1 and not any(settings):
+        return of_shards[0]
+    return hashlib.blake2b(json.dumps([of_shards, *settings], sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def publish(building: AnyPath, directory: AnyPath) -> None:
+    """Makes a directory that has its metadata.json the prepared one, without what only the preparation needed."""
+    metadata = read_metadata(building)
+    known = {METADATA_FILE} | {shard.file for split in SPLITS for shard in metadata.shards[split]}
+    for name in listing(building) if building != directory else ():
+        if name not in known and not name.startswith((f"{TOKENIZER_DIRECTORY}/", f"{DROPPED}/", f"{WORK}/")):
+            remove(building / name)  # of a killed process
+    remove_tree(building / WORK)
+    if building != directory:
+        try:
+            building.rename(directory)
+        except OSError:
+            if not is_file(directory / METADATA_FILE):
+                raise
+            remove_tree(building)

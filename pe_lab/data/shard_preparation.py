@@ -4,7 +4,7 @@ The files of a preparation, under the directory that is being filled:
 
 | file | written | holds |
 |---|---|---|
-| `.work/plan.json` | first | the `Plan`: all that a worker needs beside the number of a shard |
+| `.work/plan.json` | first | the `PreparationPlan`: all that a worker needs beside the number of a shard |
 | `tokenizer/` | before the plan | the tokenizer |
 | `.work/fingerprints-00003.safetensors` | where duplicates are dropped | what is compared of the documents of shard 3 |
 | `.work/decisions-00003.safetensors` | when all fingerprints are there | which of them are dropped |
@@ -31,10 +31,21 @@ from jaxtyping import Bool, Int
 from pe_lab import storage
 from pe_lab.config import SourceConfig
 from pe_lab.data.chat import encode_chat
-from pe_lab.data.duplicates import Decisions, Fingerprints, fingerprint, read_arrays, signatures, write_arrays
-from pe_lab.data.filters import REASONS, Dropped, Filters, key_of, text_of
+from pe_lab.data.filters import (
+    REASONS,
+    Decisions,
+    Dropped,
+    Filters,
+    Fingerprints,
+    fingerprint,
+    key_of,
+    read_arrays,
+    signatures,
+    text_of,
+    write_arrays,
+)
 from pe_lab.data.shards import SPLITS, TOKENIZER_DIRECTORY, Shard, write_shard
-from pe_lab.data.sources import Document, InputShard, Source, open_source
+from pe_lab.data.sources import DataSource, Document, InputShard, open_source
 from pe_lab.data.tokenizers import Tokenizer, load_saved_tokenizer
 from pe_lab.errors import DataError
 from pe_lab.storage import AnyPath, read_json, write_json
@@ -48,11 +59,11 @@ Report = Callable[[int, int], None]  # is told of documents and tokens as they a
 
 
 @dataclass(frozen=True)
-class Plan:
+class PreparationPlan:
     """All that the prepared data depend on."""
 
     source: SourceConfig
-    identity: Any  # `Source.identity`, as JSON
+    identity: Any  # `DataSource.identity`, as JSON
     shards: tuple[InputShard, ...]
     documents: tuple[int | None, ...]  # how many to read of each shard; None: all
     tokenizer: str  # its specification
@@ -78,7 +89,7 @@ class Plan:
         return {**values, "source": source, "shards": shards, "filters": self.filters.settings()}
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Plan:
+    def from_json(cls, content: Mapping[str, Any]) -> PreparationPlan:
         """From `to_json`."""
         shards = tuple(InputShard(i, name, read) for i, (name, read) in enumerate(content["shards"]))
         return cls(
@@ -92,12 +103,12 @@ class Plan:
         )
 
 
-class Work(NamedTuple):
+class OpenPlan(NamedTuple):
     """A plan in the directory that it fills, with what it names opened."""
 
     directory: AnyPath
-    plan: Plan
-    source: Source
+    plan: PreparationPlan
+    source: DataSource
     tokenizer: Tokenizer
 
     def file(self, kind: str, shard: int) -> AnyPath:
@@ -120,7 +131,7 @@ class Work(NamedTuple):
         return sum(limits) if len(limits) == len(self.plan.documents) else self.source.count()
 
 
-class Place(NamedTuple):
+class PlanAddress(NamedTuple):
     """Where to work: a directory, and the digest of the plan in it. It opens the same everywhere."""
 
     directory: str
@@ -128,18 +139,18 @@ class Place(NamedTuple):
 
 
 @functools.lru_cache(maxsize=2)
-def open_work(place: Place) -> Work:
+def open_plan(address: PlanAddress) -> OpenPlan:
     """The plan in a directory, opened; workers keep it from shard to shard."""
-    directory = storage.path("--out", place.directory)
-    plan = Plan.from_json(read_json(directory / WORK / PLAN_FILE))
-    return Work(directory, plan, open_source(plan.source), load_saved_tokenizer(directory / TOKENIZER_DIRECTORY))
+    directory = storage.path("--out", address.directory)
+    plan = PreparationPlan.from_json(read_json(directory / WORK / PLAN_FILE))
+    return OpenPlan(directory, plan, open_source(plan.source), load_saved_tokenizer(directory / TOKENIZER_DIRECTORY))
 
 
-def fingerprint_shard(work: Work, shard: int, report: Report = lambda documents, tokens: None) -> None:
+def fingerprint_shard(opened: OpenPlan, shard: int, report: Report = lambda documents, tokens: None) -> None:
     """Writes the fingerprints of the documents of one shard that no filter of single documents drops."""
-    filters = work.plan.filters
+    filters = opened.plan.filters
     reasons, hashes, found = bytearray(), bytearray(), []
-    for batch in _batches(work.documents(shard), lambda document: len(document.text) or 1_000):
+    for batch in _batches(opened.documents(shard), lambda document: len(document.text) or 1_000):
         texts = []
         for document in batch:
             reason = filters.reason(text := text_of(document))
@@ -158,7 +169,7 @@ def fingerprint_shard(work: Work, shard: int, report: Report = lambda documents,
         comparable.astype(np.uint8),
         signature[comparable].ravel(),
     )
-    write_arrays(work.file("fingerprints", shard), arrays)
+    write_arrays(opened.file("fingerprints", shard), arrays)
 
 
 class Split:
@@ -217,22 +228,22 @@ class _Encoded(NamedTuple):
 
 
 def prepare_shard(
-    work: Work, shard: int, report: Report = lambda documents, tokens: None, ending: str = "keep"
+    opened: OpenPlan, shard: int, report: Report = lambda documents, tokens: None, ending: str = "keep"
 ) -> dict[str, Any]:
     """Writes the token shards of one shard of the corpus, and last its statistics, which are returned.
 
     Args:
-      work: the opened plan.
+      opened: the plan, opened.
       shard: the number of the input shard.
       report: is told of documents and tokens as they are done.
       ending: what becomes of the documents nearest to the boundary if all are in one split: `keep` them there, `move`
         them to the other one, `cut` off their end for validation (once in the corpus, in the first shard that has
         them), or `cut` it and drop it, `cut again`. See `Split`.
     """
-    plan, path = work.plan, work.file("decisions", shard)
+    plan, path = opened.plan, opened.file("decisions", shard)
     decisions = read_arrays(path, Decisions) if plan.filters.duplicates else None
     dropped = Dropped(shard, plan.shards[shard].name)
-    writers = {split: _Writer(work, split, shard) for split in SPLITS}
+    writers = {split: _Writer(opened, split, shard) for split in SPLITS}
     content, characters, kept = hashlib.blake2b(digest_size=16), 0, 0
     split = Split(plan.validation_fraction, waits=len(plan.shards) == 1 or ending == "move")
 
@@ -240,10 +251,10 @@ def prepare_shard(
         for name, item in pairs:
             writers[name].add(item)
 
-    for batch in _batches(_chosen(work, shard, decisions, dropped), lambda one: len(one[1].text) or 1_000):
+    for batch in _batches(_chosen(opened, shard, decisions, dropped), lambda one: len(one[1].text) or 1_000):
         documents = [document for _, document in batch]
         where = plan.shards[shard].name
-        encoded = _encode(work.tokenizer, documents, [f"{where}, document {number}" for number, _ in batch])
+        encoded = _encode(opened.tokenizer, documents, [f"{where}, document {number}" for number, _ in batch])
         tokens = 0
         for (number, document), item in zip(batch, encoded, strict=True):
             if reason := plan.filters.reason_of_tokens(len(item.ids) - 1):
@@ -254,7 +265,7 @@ def prepare_shard(
             kept, tokens = kept + 1, tokens + len(item.ids)
             placed = list(split.place(item.key, item))
             if ending.startswith("cut"):
-                placed = _cut(work.tokenizer, document, item, plan.validation_fraction, ending == "cut" and kept == 1)
+                placed = _cut(opened.tokenizer, document, item, plan.validation_fraction, ending == "cut" and kept == 1)
             write(placed)
         report(len(batch), tokens)
     if not ending.startswith("cut"):
@@ -273,23 +284,25 @@ def prepare_shard(
         "ending": ending,
         "shards": {name: [dataclasses.asdict(s) for s in writer.shards] for name, writer in writers.items()},
     }
-    write_json(work.file("shard", shard), statistics)
+    write_json(opened.file("shard", shard), statistics)
     return statistics
 
 
-def run_step(place: Place, step: str, shard: int, report: Report, ending: str = "keep") -> None:
+def run_step(address: PlanAddress, step: str, shard: int, report: Report, ending: str = "keep") -> None:
     """Runs one step of a plan for one shard: `fingerprints`, or `shard`, whose `ending` is given."""
-    work = open_work(place)
+    opened = open_plan(address)
     if step == "fingerprints":
-        fingerprint_shard(work, shard, report)
+        fingerprint_shard(opened, shard, report)
     else:
-        prepare_shard(work, shard, report, ending)
+        prepare_shard(opened, shard, report, ending)
 
 
-def _chosen(work: Work, shard: int, decisions: Decisions | None, dropped: Dropped) -> Iterator[tuple[int, Document]]:
+def _chosen(
+    opened: OpenPlan, shard: int, decisions: Decisions | None, dropped: Dropped
+) -> Iterator[tuple[int, Document]]:
     """Pairs of a number and a document that no filter before the tokenizer drops."""
-    filters = work.plan.filters
-    for number, document in enumerate(work.documents(shard)):
+    filters = opened.plan.filters
+    for number, document in enumerate(opened.documents(shard)):
         if decisions is not None:
             code = decisions.reason[number]
             reason, first = REASONS[code - 1] if code else "", int(decisions.first[number])
@@ -373,15 +386,15 @@ def _cut(
 class _Writer:
     """Writes the documents of one split of one input shard, with a new file every `SHARD_TOKENS`."""
 
-    def __init__(self, work: Work, split: str, shard: int):
-        self._work, self._name = work, f"{split}-{shard:05d}"
+    def __init__(self, opened: OpenPlan, split: str, shard: int):
+        self._opened, self._name = opened, f"{split}-{shard:05d}"
         self._ids: list[np.ndarray] = []
         self._loss: list[np.ndarray | None] = []
         self._pending = self.documents = 0
         self.shards: list[Shard] = []
 
     def add(self, item: _Encoded) -> None:
-        self._ids.append(item.ids.astype(self._work.plan.dtype))
+        self._ids.append(item.ids.astype(self._opened.plan.dtype))
         self._loss.append(item.loss)
         self.documents += 1
         self._pending += len(item.ids)
@@ -392,10 +405,10 @@ class _Writer:
         """Writes the last file; `shards` is then complete."""
         if not self._ids:
             return
-        path = self._work.directory / f"{self._name}-{len(self.shards):05d}.safetensors"
+        path = self._opened.directory / f"{self._name}-{len(self.shards):05d}.safetensors"
         loss = None
         if any(one is not None for one in self._loss):
             pairs = zip(self._loss, self._ids, strict=True)
             loss = [np.ones(len(ids), bool) if one is None else one for one, ids in pairs]
-        self.shards.append(write_shard(path, self._ids, self._work.plan.dtype, loss))
+        self.shards.append(write_shard(path, self._ids, self._opened.plan.dtype, loss))
         self._ids, self._loss, self._pending = [], [], 0

@@ -9,34 +9,38 @@ A shard is a safetensors file with the tensors
 | `crc32c` | uint32 [blocks] | the CRC-32C of each block of `BLOCK_TOKENS` tokens |
 | `loss` | uint8 [ceil(tokens / 8)] | a bit for each token, lowest first: 1 where it is a target; absent: all are |
 
-and metadata.json has the digest of each file. `data/token_stream.py` maps `tokens` into memory. Formats 1 and 2 had
-records in ArrayRecord files, which `data/record_stream.py` reads.
+and metadata.json has the digest of each file. `TokenStream` maps `tokens` into memory.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 import re
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import google_crc32c
 import numpy as np
-from jaxtyping import Bool, Int32, Integer
+from jaxtyping import Bool, Int, Int32, Int64, Integer, UInt, UInt32
 
-from pe_lab.data.record_stream import RecordStream
-from pe_lab.data.token_stream import BLOCK_TOKENS, TokenStream, index_crc32c
 from pe_lab.data.tokenizers import Tokenizer, load_saved_tokenizer
 from pe_lab.errors import DataError, excerpt
-from pe_lab.storage import AnyPath, listing, read_json, write_file, write_json
-from pe_lab.storage.manifest import SEAL, Digest, Manifest, crc32c, seal_broken, sealed
+from pe_lab.storage import AnyPath, is_remote, listing, local_copy, read_json, write_file, write_json
+from pe_lab.storage.manifest import SEAL, Digest, Manifest, crc32c, digest_file, seal_broken, sealed
 
 FORMAT_VERSION = 3
-FORMATS = (1, 2, 3)  # 1 has no digests; 1 and 2 have ArrayRecord files
 METADATA_FILE = "metadata.json"
 TOKENIZER_DIRECTORY = "tokenizer"
 SPLITS = ("train", "validation")
+BLOCK_TOKENS = 4096  # of a checksum: 8 or 16 kB
+DTYPES = {"U8": np.uint8, "U16": np.uint16, "U32": np.uint32, "I64": np.int64}
+MOST_HEADER_BYTES = 10_000
+FEW, LONG = 8, 256  # windows that are copied one by one, as NumPy takes more to find them than to copy them
 
 
 @dataclass(frozen=True)
@@ -46,16 +50,9 @@ class Shard:
     file: str
     tokens: int
     bytes: int
-    documents: int = 0  # documents that end in it
-    crc32c: str = ""  # of the file; "": not known
-    index_crc32c: str = ""  # of the file without `tokens`
-    records: int = 0  # formats 1 and 2: ArrayRecord's
-    records_crc32c: str = ""  # formats 1 and 2: of the file that has the CRC-32C of each record
-
-    @property
-    def records_file(self) -> str:
-        """The file that has the CRC-32C of each record."""
-        return str(Path(self.file).with_suffix(".crc32c"))
+    documents: int  # documents that end in it
+    crc32c: str  # of the file
+    index_crc32c: str  # of the file without `tokens`
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,7 @@ class Metadata:
 
     source: str
     column: str
-    identity: Any  # `Source.identity` at that time
+    identity: Any  # `DataSource.identity` at that time
     tokenizer: str  # its specification
     tokenizer_fingerprint: str
     vocab_size: int
@@ -78,8 +75,6 @@ class Metadata:
     content: str  # a hash of every document that was kept, in order, and of the filters
     shards: Mapping[str, tuple[Shard, ...]]  # per split
     python: str
-    created: str = ""  # formats 1 and 2
-    record_tokens: int = 0  # formats 1 and 2
     template: str = ""  # of the source
     chat: str = ""
     filters: Mapping[str, Any] = field(default_factory=dict)  # `Filters.settings`
@@ -96,9 +91,9 @@ def read_metadata(directory: AnyPath) -> Metadata:
     """The description of a prepared directory; `DataError` if it is missing, damaged, or of another version."""
     path, advice = directory / METADATA_FILE, f"Prepare the data with python -m pe_lab.prepare --out={directory}."
     content = read_json(path, advice)
-    if (found := content.get("format")) not in FORMATS:
+    if (found := content.get("format")) != FORMAT_VERSION:
         raise DataError(f"{path} has format {found!r}, this version reads {FORMAT_VERSION}. {advice}")
-    if found > 1 and seal_broken(content):
+    if seal_broken(content):
         raise DataError(f"{path} is damaged: it does not have the content that was written. {advice}")
     try:
         shards = {split: tuple(Shard(**s) for s in content["shards"][split]) for split in SPLITS}
@@ -119,8 +114,7 @@ def _defect(metadata: Metadata) -> str:
 
     shards = [shard for split in SPLITS for shard in metadata.shards[split]]
     strings = ("source", "column", "template", "chat", "tokenizer", "tokenizer_fingerprint", "content", "python")
-    typed = {str: (*strings, "created"), dict: ("filters", "dropped")}
-    typed[int] = ("vocab_size", "eos_id", "characters", "record_tokens")
+    typed = {str: strings, dict: ("filters", "dropped"), int: ("vocab_size", "eos_id", "characters")}
     for kind, names in typed.items():
         for name in names:
             if wrong(getattr(metadata, name), kind):
@@ -129,11 +123,10 @@ def _defect(metadata: Metadata) -> str:
         if any(wrong(counts[split], int) for split in SPLITS):
             return "documents or tokens"
     for shard in shards:
-        numbers = (shard.tokens, shard.bytes, shard.documents, shard.records)
-        if wrong(shard.file, str) or any(wrong(n, int) for n in numbers):
+        numbers, texts = (shard.tokens, shard.bytes, shard.documents), (shard.file, shard.crc32c, shard.index_crc32c)
+        if any(wrong(n, int) for n in numbers) or any(wrong(text, str) for text in texts):
             return f"the shard {excerpt(repr(shard.file), 60)}"
-        most = shard.records * metadata.record_tokens if metadata.format < 3 else shard.bytes
-        if not re.fullmatch(r"[\w.-]{1,100}", shard.file) or not 0 < shard.tokens <= most:
+        if not re.fullmatch(r"[\w.-]{1,100}", shard.file) or not 0 < shard.tokens <= shard.bytes:
             return f"the shard {excerpt(repr(shard.file), 60)}"
     for split in SPLITS:
         if metadata.tokens[split] != sum(shard.tokens for shard in metadata.shards[split]):
@@ -141,28 +134,20 @@ def _defect(metadata: Metadata) -> str:
     fraction = metadata.validation_fraction
     if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
         return "validation_fraction"
-    if metadata.dtype not in ("uint16", "uint32") or not 0 <= metadata.record_tokens <= 2**24:
-        return "dtype or record_tokens"
+    if metadata.dtype not in ("uint16", "uint32"):
+        return "dtype"
     return "" if metadata.limit_documents is None or not wrong(metadata.limit_documents, int) else "limit_documents"
 
 
-def manifest_of_prepared(metadata: Metadata) -> Manifest | None:
-    """The digests of the shards as a manifest; None for data of an earlier version."""
+def manifest_of_prepared(metadata: Metadata) -> Manifest:
+    """The digests of the shards as a manifest."""
     shards = [shard for split in SPLITS for shard in metadata.shards[split]]
-    if not all(shard.crc32c for shard in shards):
-        return None
-    files = {shard.file: Digest(shard.bytes, shard.crc32c) for shard in shards}
-    of_records = [shard for shard in shards if shard.records_crc32c]
-    return Manifest(files | {s.records_file: Digest(4 * s.records, s.records_crc32c) for s in of_records})
+    return Manifest({shard.file: Digest(shard.bytes, shard.crc32c) for shard in shards})
 
 
 def write_metadata(directory: AnyPath, metadata: Metadata) -> None:
     """Writes metadata.json, with a digest of itself."""
-    content = dataclasses.asdict(metadata)
-    del content["record_tokens"], content["created"]
-    for shard in (shard for split in SPLITS for shard in content["shards"][split]):
-        del shard["records"], shard["records_crc32c"]
-    write_json(directory / METADATA_FILE, sealed(content))
+    write_json(directory / METADATA_FILE, sealed(dataclasses.asdict(metadata)))
 
 
 def write_shard(
@@ -194,6 +179,201 @@ def write_shard(
     return Shard(path.name, len(tokens), len(content), len(documents), **digests)
 
 
+def tensor_places(content: bytes | np.ndarray) -> dict[str, tuple[np.dtype, int, int]]:
+    """The dtype, the first byte and the number of elements of each tensor of a safetensors file, all one-dimensional.
+
+    Raises:
+      ValueError: the header is damaged, or does not fit the size of the file.
+    """
+    places = {}
+    try:
+        (size,) = struct.unpack("<Q", bytes(content[:8]))
+        if size > min(MOST_HEADER_BYTES, len(content) - 8):
+            raise ValueError("its size")
+        for name, tensor in json.loads(bytes(content[8 : 8 + size])).items():
+            dtype, (elements,), (start, stop) = DTYPES[tensor["dtype"]], tensor["shape"], tensor["data_offsets"]
+            places[name] = (np.dtype(dtype).newbyteorder("<"), 8 + size + start, elements)
+            if not 0 <= start <= stop <= len(content) - 8 - size or stop - start != elements * np.dtype(dtype).itemsize:
+                raise ValueError(f"the place of {excerpt(repr(name), 40)}")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
+        raise ValueError(f"its header is damaged ({excerpt(repr(error), 100)})") from error
+    return places
+
+
+def index_crc32c(content: bytes | np.ndarray) -> str:
+    """The CRC-32C of a shard file without its tokens, whose blocks have their own. `ValueError` as `tensor_places`."""
+    dtype, start, tokens = tensor_places(content)["tokens"]
+    return crc32c(bytes(content[:start]) + bytes(content[start + tokens * dtype.itemsize :]))
+
+
+class _Mapped(NamedTuple):
+    """A shard file mapped into memory."""
+
+    tokens: UInt[np.ndarray, " tokens"]
+    ends: Int64[np.ndarray, " documents"]
+    crc32c: UInt32[np.ndarray, " blocks"]
+    loss: UInt[np.ndarray, " bytes"] | None
+    unverified: Bool[np.ndarray, " blocks"]  # blocks that nobody has read
+
+
+class TokenStream:
+    """Random access to the tokens of one split. Blocks are verified when they are read for the first time.
+
+    Raises:
+      DataError: from every method that reads: a shard is damaged, or is missing.
+    """
+
+    def __init__(self, directory: AnyPath, metadata: Metadata, split: str):
+        self._directory, self._shards = directory, metadata.shards[split]
+        self._dtype = np.dtype(metadata.dtype).newbyteorder("<")
+        self._first = np.cumsum([0] + [shard.tokens for shard in self._shards])
+        self.tokens = int(self._first[-1])
+        self.has_loss = bool(metadata.chat)  # whether only some tokens are targets
+        self._mapped = functools.cache(self._map)
+
+    def gather(self, starts: Int[np.ndarray, " n"], length: int) -> UInt[np.ndarray, "n length"]:
+        """The `length` tokens from each start; all must lie inside the stream."""
+        starts = np.asarray(starts, np.int64)
+        found = np.empty((len(starts), length), self._dtype)
+        for number, mine, inside in self._by_shard(starts, length):
+            if number is None:  # they begin in one shard and end in another one
+                for i in mine.tolist():
+                    found[i] = self.read(int(starts[i]), int(starts[i]) + length)
+            elif len(mine) < FEW or length >= LONG:
+                tokens = self._mapped(number).tokens
+                for i, start in zip(mine.tolist(), inside.tolist(), strict=True):
+                    found[i] = tokens[start : start + length]
+            else:
+                found[mine] = np.lib.stride_tricks.sliding_window_view(self._mapped(number).tokens, length)[inside]
+        return found
+
+    def gather_pieces(
+        self, starts: Int[np.ndarray, " n"], lengths: Int[np.ndarray, " n"]
+    ) -> UInt[np.ndarray, " tokens"]:
+        """The tokens of pieces of documents, one after another. A document is in one shard."""
+        starts, lengths = np.asarray(starts, np.int64), np.asarray(lengths, np.int64)
+        stops = np.cumsum(lengths)
+        found = np.empty(int(lengths.sum()), self._dtype)
+        for number, mine, inside in self._by_shard(starts, lengths):
+            tokens, each = self._mapped(number).tokens, lengths[mine]
+            if each.sum() < LONG * len(mine):
+                first, within = np.cumsum(each) - each, np.arange(int(each.sum()))
+                found[np.repeat((stops[mine] - each) - first, each) + within] = tokens[
+                    np.repeat(inside - first, each) + within
+                ]
+                continue
+            for stop, start, length in zip(stops[mine].tolist(), inside.tolist(), each.tolist(), strict=True):
+                found[stop - length : stop] = tokens[start : start + length]
+        return found
+
+    def _by_shard(
+        self, starts: Int64[np.ndarray, " n"], lengths: Int64[np.ndarray, " n"] | int
+    ) -> Iterator[tuple[int | None, Int64[np.ndarray, " m"], Int64[np.ndarray, " m"]]]:
+        """(shard, which ranges are in it, their starts there), verified; (None, ...) of ranges in several shards."""
+        if not len(starts):
+            return
+        lengths = np.broadcast_to(lengths, starts.shape)
+        shard = np.searchsorted(self._first, starts, side="right") - 1
+        shard[starts + lengths > self._first[shard + 1]] = len(self._shards)
+        order = np.argsort(shard, kind="stable")
+        numbers, first = np.unique(shard[order], return_index=True)
+        for number, mine in zip(numbers.tolist(), np.split(order, first[1:]), strict=True):
+            if number == len(self._shards):
+                yield None, mine, starts[mine]
+                continue
+            inside = starts[mine] - self._first[number]
+            self._verify(number, inside, inside + lengths[mine])
+            yield number, mine, inside
+
+    def read(self, start: int, stop: int) -> UInt[np.ndarray, " n"]:
+        """The tokens start..stop - 1, in the stored dtype."""
+        stop = min(stop, self.tokens)
+        if stop <= start:
+            return np.zeros(0, self._dtype)
+        parts = []
+        for number in range(*self._shards_of(start, stop)):
+            first = int(self._first[number])
+            inside = max(start - first, 0), min(stop - first, self._shards[number].tokens)
+            self._verify(number, *(np.asarray([place]) for place in inside))
+            parts.append(self._mapped(number).tokens[slice(*inside)])
+        return np.concatenate(parts)
+
+    @functools.cached_property
+    def ends(self) -> Int64[np.ndarray, " documents"]:
+        """The number of tokens up to the end of each document."""
+        parts = [self._mapped(i).ends + self._first[i] for i in range(len(self._shards))]
+        return np.concatenate([np.zeros(0, np.int64), *parts])
+
+    def loss(self, starts: Int[np.ndarray, " n"], length: int) -> Bool[np.ndarray, "n length"]:
+        """Whether each of the `length` tokens from each start counts as a target."""
+        return self.loss_of((np.asarray(starts, np.int64)[:, None] + np.arange(length)).ravel()).reshape(-1, length)
+
+    def loss_of(self, places: Int64[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
+        """Whether each of some tokens counts as a target."""
+        found = np.ones(len(places), bool)
+        shard = np.searchsorted(self._first, places, side="right") - 1
+        for number in np.unique(shard).tolist():
+            if (bits := self._mapped(number).loss) is not None:
+                mine = np.flatnonzero(shard == number)
+                inside = places[mine] - self._first[number]
+                found[mine] = bits[inside >> 3] >> (inside & 7).astype(np.uint8) & 1
+        return found
+
+    def _shards_of(self, start: int, stop: int) -> tuple[int, int]:
+        """The first shard that has tokens of start..stop - 1, and the one after the last."""
+        first, last = np.searchsorted(self._first, [start, stop - 1], side="right")
+        return int(first) - 1, int(last)
+
+    def _verify(self, number: int, starts: Int64[np.ndarray, " n"], stops: Int64[np.ndarray, " n"]) -> None:
+        """Compares the blocks of a shard that have the tokens of some ranges with their checksums."""
+        mapped = self._mapped(number)
+        if not mapped.unverified.any():
+            return
+        first, last = starts // BLOCK_TOKENS, -(-stops // BLOCK_TOKENS)
+        wanted = np.zeros(len(mapped.unverified) + 1, np.int64)
+        np.add.at(wanted, first, 1)
+        np.subtract.at(wanted, last, 1)
+        blocks = np.flatnonzero((np.cumsum(wanted[:-1]) > 0) & mapped.unverified)
+        for block in blocks.tolist():
+            content = mapped.tokens[block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS]
+            if google_crc32c.value(content.tobytes()) != mapped.crc32c[block]:
+                raise self._damaged(self._shards[number], f"block {block} is not the one that was written")
+        mapped.unverified[blocks] = False
+
+    def _damaged(self, shard: Shard, reason: object) -> DataError:
+        return DataError(
+            f"{self._directory / shard.file} is damaged: {reason}. Prepare the data again in another directory, or "
+            "copy the file again."
+        )
+
+    def _map(self, number: int) -> _Mapped:
+        shard = self._shards[number]
+        try:
+            path = self._directory / shard.file
+            content = np.memmap(self._fetch(shard) if is_remote(path) else path, np.uint8, mode="r")
+            if index_crc32c(content) != shard.index_crc32c:
+                raise ValueError("it is not the file that was written")
+            tensors = {
+                name: content[start : start + count * dtype.itemsize].view(dtype)
+                for name, (dtype, start, count) in tensor_places(content).items()
+            }
+            tokens, ends, checksums = tensors["tokens"], tensors["ends"], tensors["crc32c"]
+            if (len(tokens), tokens.dtype, len(ends)) != (shard.tokens, self._dtype, shard.documents):
+                raise ValueError("it does not have the tokens that metadata.json lists")
+        except (OSError, ValueError, KeyError) as error:
+            raise self._damaged(shard, str(error).splitlines()[0]) from error
+        return _Mapped(tokens, ends, checksums, tensors.get("loss"), np.ones(len(checksums), bool))
+
+    def _fetch(self, shard: Shard) -> Path:
+        """A local copy of a shard on an object store."""
+
+        def check(copied: Path) -> None:
+            if digest_file(copied).crc32c != shard.crc32c:
+                raise OSError("its digest is not the one that was written")
+
+        return local_copy(self._directory / shard.file, check)
+
+
 @dataclass(frozen=True)
 class Prepared:
     """An open prepared directory."""
@@ -201,7 +381,7 @@ class Prepared:
     directory: AnyPath
     metadata: Metadata
     tokenizer: Tokenizer
-    streams: Mapping[str, TokenStream | RecordStream]
+    streams: Mapping[str, TokenStream]
 
     def tokens(self, split: str, start: int, stop: int) -> Int32[np.ndarray, " n"]:
         """The tokens start..stop - 1 of a split."""
@@ -228,6 +408,5 @@ def open_prepared(directory: AnyPath) -> Prepared:
             f"{directory} was prepared with tokenizer {metadata.tokenizer_fingerprint}, but holds "
             f"{tokenizer.fingerprint}. Delete it and prepare the data again."
         )
-    kind = TokenStream if metadata.format >= 3 else RecordStream
-    streams = {split: kind(directory, metadata, split) for split in SPLITS}
+    streams = {split: TokenStream(directory, metadata, split) for split in SPLITS}
     return Prepared(directory, metadata, tokenizer, streams)

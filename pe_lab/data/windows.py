@@ -2,22 +2,67 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
-from jaxtyping import Float32, Int, Int32, Integer
+from jaxtyping import Float32, Int, Int32, Int64, Integer
 
 from pe_lab.data.packing import Packing
-from pe_lab.data.record_stream import RecordStream
-from pe_lab.data.token_stream import TokenStream
+from pe_lab.data.shards import TokenStream
+
+Batch = dict[str, np.ndarray]
 
 
-class TokenWindows:
+class WindowArrays(NamedTuple):
+    """Windows of W = T + 1 tokens, as `make_batch` takes them."""
+
+    tokens: Integer[np.ndarray, "n W"]
+    weights: Float32[np.ndarray, "n T"]  # of the targets, tokens[:, 1:]
+    documents: Int32[np.ndarray, "n W"] | None = None  # of each token; None: they end with EOS
+    positions: Int32[np.ndarray, "n W"] | None = None  # of each token; None: from 0 in each document
+
+
+class Windows:
+    """Random access to windows of T + 1 tokens, T = `length`."""
+
+    length: int
+    endless = False
+    shuffled = True  # whether each epoch has an order of its own; else they come in the order of their numbers
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def read(self, indices: Int[np.ndarray, " n"]) -> tuple[Integer[np.ndarray, "n W"], Float32[np.ndarray, "n T"]]:
+        """Windows and loss weights: 0 where the target does not count."""
+        raise NotImplementedError
+
+    def read_documents(self, indices: Int[np.ndarray, " n"]) -> WindowArrays:
+        """`read`, and the documents of the tokens."""
+        return WindowArrays(*self.read(indices))
+
+    def tokens(self, index: int) -> Integer[np.ndarray, " W"]:
+        """The tokens of a window."""
+        return self.read(np.asarray([index]))[0][0]
+
+    def input_tokens(self, indices: Int[np.ndarray, " n"]) -> int:
+        """The number of input tokens of some windows that are no padding."""
+        return len(indices) * self.length
+
+    @property
+    def mean_tokens(self) -> float:
+        """The mean of `input_tokens` of a window."""
+        return self.length
+
+
+class TokenWindows(Windows):
     """Random access to the windows of T + 1 tokens of a stream: window i is tokens[i*T : i*T + T + 1].
 
     Consecutive windows share one token, the last target of one and the first input of the next: every token but the
     first is a target exactly once. The last targets, fewer than T, are left out.
     """
 
-    def __init__(self, stream: TokenStream | RecordStream, length: int):
+    def __init__(self, stream: TokenStream, length: int):
         self._stream, self.length = stream, length
 
     def __len__(self) -> int:
@@ -31,36 +76,29 @@ class TokenWindows:
             weights[:] = self._stream.loss(starts + 1, self.length)
         return self._stream.gather(starts, self.length + 1), weights
 
-    def read_documents(
-        self, indices: Int[np.ndarray, " n"]
-    ) -> tuple[Integer[np.ndarray, "n W"], Float32[np.ndarray, "n T"], Int32[np.ndarray, "n W"] | None]:
-        """`read`, and the document of each token as `make_batch` takes it."""
+    def read_documents(self, indices: Int[np.ndarray, " n"]) -> WindowArrays:
         starts = np.asarray(indices, np.int64) * self.length
-        return *self.read(indices), documents_of_chats(self._stream, starts, self.length + 1)
+        return WindowArrays(*self.read(indices), documents_of_chats(self._stream, starts, self.length + 1))
 
     def pieces(self, index: int) -> list[tuple[int, int]]:
         """(first token in the split, number of tokens) of each contiguous part of a window."""
         return [(index * self.length, self.length + 1)]
 
 
-class PackedWindows:
+class PackedWindows(Windows):
     """Random access to windows of T + 1 tokens that have whole documents, by a plan; EOS fills them up."""
 
-    def __init__(self, stream: TokenStream | RecordStream, plan: Packing, eos_id: int):
+    def __init__(self, stream: TokenStream, plan: Packing, eos_id: int):
         self._stream, self._plan, self._eos_id = stream, plan, eos_id
-        self.length = plan.window - 1
-        self.efficiency, self.mean_tokens = plan.efficiency, plan.mean_inputs
+        self.length, self.efficiency = plan.window - 1, plan.efficiency
 
     def __len__(self) -> int:
         return len(self._plan)
 
     def read(self, indices: Int[np.ndarray, " n"]) -> tuple[Integer[np.ndarray, "n W"], Float32[np.ndarray, "n T"]]:
-        """Windows and loss weights, as `read_documents`."""
         return self.read_documents(indices)[:2]
 
-    def read_documents(
-        self, indices: Int[np.ndarray, " n"]
-    ) -> tuple[Int32[np.ndarray, "n W"], Float32[np.ndarray, "n T"], Int32[np.ndarray, "n W"]]:
+    def read_documents(self, indices: Int[np.ndarray, " n"]) -> WindowArrays:
         """Windows, loss weights, and the number of each token's document in its window, from 1; padding is the last.
 
         The weight is 0 where the target is of another document, or does not count.
@@ -83,11 +121,14 @@ class PackedWindows:
             counted = self._stream.loss_of(np.repeat(starts - before, lengths) + np.arange(len(counted)))
         counted[before] = False  # the first token of a piece is no target
         targets[filled] = counted
-        return tokens, targets[:, 1:], documents
+        return WindowArrays(tokens, targets[:, 1:], documents)
 
     def input_tokens(self, indices: Int[np.ndarray, " n"]) -> int:
-        """The number of input tokens of some windows that are no padding."""
         return int(np.minimum(self._plan.used(indices), self.length).sum())
+
+    @property
+    def mean_tokens(self) -> float:
+        return self._plan.mean_inputs
 
     def pieces(self, index: int) -> list[tuple[int, int]]:
         """(first token in the split, number of tokens) of each document, or part of one, in a window."""
@@ -95,31 +136,68 @@ class PackedWindows:
         return list(zip(starts.tolist(), lengths.tolist(), strict=True))
 
 
-def make_batch(
-    windows: Integer[np.ndarray, "B W"],
-    weights: Float32[np.ndarray, "B T"],
-    *,
+def gather_batch(
+    windows: Sequence[Windows],
+    source: Int64[np.ndarray, " n"],
+    window: Int64[np.ndarray, " n"],
     segments: bool,
     eos_id: int,
-    documents: Int32[np.ndarray, "B W"] | None = None,
-) -> dict[str, np.ndarray]:
+) -> Batch:
+    """A batch of the windows with these numbers, of these of the sources."""
+    parts = []
+    for i in np.unique(source).tolist():
+        mine = np.flatnonzero(source == i)
+        of_source = windows[i]
+        arrays = of_source.read_documents(window[mine]) if segments else WindowArrays(*of_source.read(window[mine]))
+        parts.append((mine, arrays))
+    arrays = parts[0][1] if len(parts) == 1 else _joined(parts, windows[0].length + 1, eos_id)
+    return make_batch(arrays, segments=segments, eos_id=eos_id)
+
+
+def _joined(parts: Sequence[tuple[Int64[np.ndarray, " _"], WindowArrays]], size: int, eos_id: int) -> WindowArrays:
+    """The windows of several sources, each at its places."""
+    shape = (sum(len(mine) for mine, _ in parts), size)
+    tokens, weights = np.empty(shape, np.int32), np.empty((shape[0], size - 1), np.float32)
+    has_documents = any(arrays.documents is not None for _, arrays in parts)
+    has_positions = any(arrays.positions is not None for _, arrays in parts)
+    documents = np.empty(shape, np.int32) if has_documents else None
+    positions = np.empty(shape, np.int32) if has_positions else None
+    for mine, arrays in parts:
+        tokens[mine], weights[mine] = arrays.tokens, arrays.weights
+        if documents is None:
+            continue
+        found = documents_of(arrays.tokens, eos_id) if arrays.documents is None else arrays.documents
+        documents[mine] = found
+        if positions is not None:
+            positions[mine] = positions_of(found) if arrays.positions is None else arrays.positions
+    return WindowArrays(tokens, weights, documents, positions)
+
+
+def make_batch(arrays: WindowArrays, *, segments: bool, eos_id: int) -> Batch:
     """Tokens, next-token targets and weights; with `segments` also the document of each token and its position there.
 
     Segments count from 1 in each window, positions from 0 in each segment. Where the target is the first token of
-    the next document, the weight is 0. `documents` are those of each token; by default they end with EOS.
+    the next document, the weight is 0.
     """
-    batch = {"tokens": windows[:, :-1].astype(np.int32), "targets": windows[:, 1:].astype(np.int32), "weights": weights}
+    windows = arrays.tokens
+    batch = {
+        "tokens": windows[:, :-1].astype(np.int32),
+        "targets": windows[:, 1:].astype(np.int32),
+        "weights": arrays.weights,
+    }
     if segments:
-        if documents is None:
-            documents = documents_of(windows, eos_id)
+        documents = documents_of(windows, eos_id) if arrays.documents is None else arrays.documents
         batch["segments"] = np.ascontiguousarray(documents[:, :-1])
-        batch["positions"] = positions_of(batch["segments"])
-        batch["weights"] = np.where(documents[:, 1:] == documents[:, :-1], weights, np.float32(0))
+        if arrays.positions is None:
+            batch["positions"] = positions_of(batch["segments"])
+        else:
+            batch["positions"] = np.ascontiguousarray(arrays.positions[:, :-1])
+        batch["weights"] = np.where(documents[:, 1:] == documents[:, :-1], arrays.weights, np.float32(0))
     return batch
 
 
 def documents_of_chats(
-    stream: TokenStream | RecordStream, starts: Int[np.ndarray, " n"], length: int
+    stream: TokenStream, starts: Int[np.ndarray, " n"], length: int
 ) -> Int32[np.ndarray, "n length"] | None:
     """The document of each of the `length` tokens from each start, from 1 in each window; None where EOS tells it.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pe_lab.checkpoints.logit_scale import write_logit_scale
+from pe_lab.checkpoints.checkpoint import write_logit_scale
 from pe_lab.config import DataConfig
 from pe_lab.data.mixture import open_mixture
 from pe_lab.errors import CheckpointError, ConfigError, UserError
@@ -20,6 +20,7 @@ from pe_lab.evaluation.tasks import beta as betas
 from pe_lab.evaluation.tasks import needles, perplexity
 from pe_lab.evaluation.tasks.suites import MEASURED
 from pe_lab.evaluation.variants import Subject, Variant, layers_under, paper_coefficient, variants_of
+from pe_lab.identity import versions
 from pe_lab.model import complete
 from pe_lab.parallel import check_memory, first_then_others, on_first
 from pe_lab.positional import Alibi, Layer, label_layers
@@ -27,7 +28,6 @@ from pe_lab.results.records import Record, RecordFile, announced, finite
 from pe_lab.results.variants import PAPER_COEFFICIENT
 from pe_lab.storage import AnyPath
 from pe_lab.terminal import console
-from pe_lab.training.machine import versions
 
 Forwards = dict[Any, Forward]  # compiled forward passes by shape
 

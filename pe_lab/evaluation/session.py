@@ -8,7 +8,7 @@ import functools
 from collections.abc import Sequence
 from pathlib import Path
 
-from pe_lab.checkpoints.logit_scale import read_logit_scale
+from pe_lab.checkpoints.checkpoint import read_logit_scale
 from pe_lab.config import Config, DataConfig, EvaluationConfig, SourceConfig, from_dict
 from pe_lab.data.sources import KINDS, open_source
 from pe_lab.errors import CheckpointError, ConfigError

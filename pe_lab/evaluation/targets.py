@@ -15,8 +15,8 @@ import jax
 from jax.sharding import Mesh
 
 from pe_lab import storage
-from pe_lab.checkpoints import find_checkpoints, is_external, open_source, resolve
-from pe_lab.checkpoints.locating import steps_in
+from pe_lab.checkpoints.checkpoint import is_external, open_source
+from pe_lab.checkpoints.locating import find_checkpoints, resolve, steps_in
 from pe_lab.config import MeshConfig
 from pe_lab.errors import CheckpointError, ConfigError
 from pe_lab.evaluation.variants import Subject

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pe_lab.checkpoints import Checkpoint
-from pe_lab.checkpoints.logit_scale import how_to_fit, read_logit_scale
+from pe_lab.checkpoints.checkpoint import Checkpoint, how_to_fit, read_logit_scale
 from pe_lab.errors import ConfigError, did_you_mean
 from pe_lab.language_model import LanguageModel
 from pe_lab.positional import NTK, PI, DynamicYarn, Layer, NoPE, PartialRope, Rope, Yarn, drop, family, to_json

@@ -20,15 +20,15 @@ from pe_lab.attention.hooks import (
     hook_features,
     hook_inputs,
     key_bias,
-    logits_of_rows,
+    logit_functions,
     output,
 )
 from pe_lab.attention.key_block import AttentionInputs, KeyBlockKernel, scaled
-from pe_lab.attention.kv_cache_kernel import KVCache, attend_to_cache, write_and_attend
+from pe_lab.attention.kv_cache import KVCache, attend_to_cache, write_and_attend
 from pe_lab.config import ModelConfig
 from pe_lab.model.decoder import Model, layer_arrays
-from pe_lab.model.learned import learned_of_run, split_layers
-from pe_lab.model.shape import Run, runs
+from pe_lab.model.learned import learned_of_repetition, split_layers
+from pe_lab.model.shape import Repetition, repetitions
 from pe_lab.parallel import constrain, slots_are_sharded
 from pe_lab.positional import HeadShape, LayerStructure, Schedule
 
@@ -74,16 +74,16 @@ class CachedLayer:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """The compiled part of a cache: its capacity in tokens, every layer's part, and the runs that a scan repeats."""
+class CacheLayout:
+    """The compiled part of a cache: its capacity in tokens, every layer's part, and what a scan repeats."""
 
     capacity: int
     layers: tuple[CachedLayer, ...]
-    runs: tuple[Run, ...]
+    repetitions: tuple[Repetition, ...]
 
 
 class Slots(NamedTuple):
-    """One layer of the pattern of a run, over the run's R repetitions. Keys and values in the compute dtype.
+    """One layer of a pattern, over its R repeats. Keys and values in the compute dtype.
 
     `key_bias` and `sums` are of layers whose hooks have them: the bias of every slot, in float32, and the states of
     the running sums after the last token.
@@ -98,19 +98,19 @@ class Slots(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Cache:
-    """The KV caches of all layers, by run and by layer of its pattern. A pytree: `layout` is static."""
+    """The KV caches of all layers, by repetition and by layer of its pattern. A pytree: `layout` is static."""
 
-    runs: tuple[tuple[Slots, ...], ...]
-    layout: Layout = field(metadata={"static": True})
+    repetitions: tuple[tuple[Slots, ...], ...]
+    layout: CacheLayout = field(metadata={"static": True})
 
 
 class Chunk(NamedTuple):
-    """C new tokens of each row.
+    """C new tokens of each sequence.
 
     Attributes:
       tokens: padding last.
-      positions: [1, C] if all rows have the same positions, or [B, 1].
-      counts: earlier tokens of each row, which are in the cache.
+      positions: [1, C] if all sequences have the same positions, or [B, 1].
+      counts: earlier tokens of each sequence, which are in the cache.
       real: how many of the C are tokens; the rest is padding.
     """
 
@@ -127,15 +127,15 @@ def plan(
     capacity: int,
     scan: bool,
     kernel_rotates: bool = False,
-) -> Layout:
+) -> CacheLayout:
     """The layout of a cache for sequences of at most `capacity` tokens.
 
     Args:
       config: a completed model config.
       structure: of the schedule, one per layer.
       follows: which layers' schedule depends on the length (`Layer.follows_length`).
-      capacity: tokens per row.
-      scan: repeat equal layers by a scan; else each layer is its own run.
+      capacity: tokens per sequence.
+      scan: repeat equal layers by a scan; else each layer is its own pattern.
       kernel_rotates: a kernel reads caches, and it can rotate keys as it reads them.
     """
     found = []
@@ -148,15 +148,14 @@ def plan(
         of_hooks = sizes[one.hooks]
         heads = config.heads if split and rotated else of_hooks.key_heads
         found.append(CachedLayer(one, slots, slots < capacity, heads, rotated, of_hooks))
-    repeated = runs(found) if scan else [Run(n, 1, 1) for n in range(len(found))]
-    return Layout(capacity, tuple(found), tuple(repeated))
+    repeated = repetitions(found) if scan else [Repetition(n, 1, 1) for n in range(len(found))]
+    return CacheLayout(capacity, tuple(found), tuple(repeated))
 
 
 def _plain(structure: LayerStructure) -> bool:
-    """Whether a kernel supports the layer's encoding: not noise, and of hooks those that change only queries, keys and
-    outputs, or add a relative bias."""
-    features = hook_features(structure.hooks, positions=False)
-    return not structure.noisy and features <= {"distance bias"}
+    """Whether a kernel supports the layer's hooks: those that change only queries, keys and outputs, or add a relative
+    bias."""
+    return hook_features(structure.hooks, positions=False) <= {"distance bias"}
 
 
 def _kernel_serves(cached: CachedLayer, config: ModelConfig, chunk: int) -> bool:
@@ -168,51 +167,55 @@ def _kernel_serves(cached: CachedLayer, config: ModelConfig, chunk: int) -> bool
     return not cached.ring or (chunk == 1 and cached.rotated and not by_distance)
 
 
-def allocate(config: ModelConfig, layout: Layout, batch: int) -> Cache:
-    """An empty cache for `batch` rows, sharded over the mesh like the heads and rows of activations."""
+def allocate(config: ModelConfig, layout: CacheLayout, batch: int) -> Cache:
+    """An empty cache for `batch` sequences, sharded over the mesh like the heads and sequences of activations."""
 
-    def empty(run: Run, heads: int, cached: CachedLayer, channels: int, dtype: str) -> jax.Array:
-        zeros = jnp.zeros((run.repeats, batch, heads, cached.slots, channels), jnp.dtype(dtype))
+    def empty(repetition: Repetition, heads: int, cached: CachedLayer, channels: int, dtype: str) -> jax.Array:
+        zeros = jnp.zeros((repetition.repeats, batch, heads, cached.slots, channels), jnp.dtype(dtype))
         return constrain(zeros, *slot_axes(cached.ring))
 
-    def slots(run: Run, cached: CachedLayer) -> Slots:
+    def slots(repetition: Repetition, cached: CachedLayer) -> Slots:
         sizes = cached.sizes
         return Slots(
-            empty(run, cached.heads, cached, sizes.key_channels, config.dtype),
-            empty(run, config.kv_heads, cached, config.head_dim, config.dtype),
-            empty(run, config.heads, cached, 1, "float32") if sizes.key_bias else None,
-            tuple(jnp.zeros((run.repeats, batch, *shape), dtype) for shape, dtype in sizes.sums),
+            empty(repetition, cached.heads, cached, sizes.key_channels, config.dtype),
+            empty(repetition, config.kv_heads, cached, config.head_dim, config.dtype),
+            empty(repetition, config.heads, cached, 1, "float32") if sizes.key_bias else None,
+            tuple(jnp.zeros((repetition.repeats, batch, *shape), dtype) for shape, dtype in sizes.sums),
         )
 
     found = tuple(
-        tuple(slots(run, cached) for cached in layout.layers[run.start : run.start + run.period]) for run in layout.runs
+        tuple(
+            slots(repetition, cached)
+            for cached in layout.layers[repetition.start : repetition.start + repetition.period]
+        )
+        for repetition in layout.repetitions
     )
     return Cache(found, layout)
 
 
-def arrange(stacked: Any, found: Sequence[Run]) -> tuple[tuple[Any, ...], ...]:
-    """Arrays [N, ...] in the structure of a cache: by run, by layer of its pattern, [R, ...] each."""
+def arrange(stacked: Any, found: Sequence[Repetition]) -> tuple[tuple[Any, ...], ...]:
+    """Arrays [N, ...] in the structure of a cache: by repetition, by layer of its pattern, [R, ...] each."""
 
-    def part(run: Run, i: int) -> Any:
-        stop = run.start + run.period * run.repeats
-        return jax.tree.map(lambda a: a[run.start + i : stop : run.period], stacked)
+    def part(repetition: Repetition, i: int) -> Any:
+        stop = repetition.start + repetition.period * repetition.repeats
+        return jax.tree.map(lambda a: a[repetition.start + i : stop : repetition.period], stacked)
 
-    return tuple(tuple(part(run, i) for i in range(run.period)) for run in found)
+    return tuple(tuple(part(repetition, i) for i in range(repetition.period)) for repetition in found)
 
 
-def arrange_layers(layers: Any, layout: Layout) -> tuple[tuple[Any, ...], ...]:
+def arrange_layers(layers: Any, layout: CacheLayout) -> tuple[tuple[Any, ...], ...]:
     """The parameters of all layers in the structure of a cache: of each layer its block's, and its encodings'."""
     stacked, learned = split_layers(layers)
     structure = [cached.structure for cached in layout.layers]
-    blocks = arrange(stacked, layout.runs)
+    blocks = arrange(stacked, layout.repetitions)
     return tuple(
-        tuple(zip(of_run, learned_of_run(learned, structure, run), strict=True))
-        for run, of_run in zip(layout.runs, blocks, strict=True)
+        tuple(zip(of_repetition, learned_of_repetition(learned, structure, repetition), strict=True))
+        for repetition, of_repetition in zip(layout.repetitions, blocks, strict=True)
     )
 
 
 def slot_positions(cached: CachedLayer, counts: Int[Array, " B"]) -> Int[Array, "B S"]:
-    """The position of the token in each slot, after `counts` tokens of each row; negative for an empty slot."""
+    """The position of the token in each slot, after `counts` tokens of each sequence; negative for an empty slot."""
     slot = jnp.arange(cached.slots, dtype=jnp.int32)
     if cached.ring:
         last = counts[:, None] - 1
@@ -230,9 +233,9 @@ def write(
     key_bias: Float[Array, "B H C"] | None = None,
     sums: Sequence[Shaped[Array, "B C *state"]] = (),
 ) -> Slots:
-    """The slots after the new tokens of each row are written to repetition `at`; keys and values as they are cached.
+    """The slots with the new tokens of each sequence written to repetition `at`; keys and values as they are cached.
 
-    Padding is not written to a ring, where it would replace visible tokens; elsewhere the row's next tokens will
+    Padding is not written to a ring, where it would replace visible tokens; elsewhere the sequence's next tokens will
     overwrite it.
     """
     B, C = key.shape[:2]
@@ -290,7 +293,7 @@ def forward_chunk(
     tables = model.shared_tables(schedule, positions)
 
     def rotated_to(cached: CachedLayer) -> jax.Array:
-        """The position by which each slot is rotated; without a ring it is equal in all rows."""
+        """The position by which each slot is rotated; without a ring it is equal in all sequences."""
         if cached.ring:
             return jnp.maximum(tokens_at[cached.slots], 0)
         return jnp.arange(cached.slots, dtype=jnp.int32)[None]
@@ -314,19 +317,21 @@ def forward_chunk(
         )
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, normed: jax.Array) -> tuple[jax.Array, Slots]:
-            rows = logits_of_rows(hooks, q)
+            functions = logit_functions(hooks, q)
             before = [jax.lax.dynamic_index_in_dim(one, at, 0, keepdims=False) for one in slots.sums]
             inputs_of_hooks, sums = hook_inputs(hooks, normed, before or None)
             q, k = encode(hooks, q, k, positions, inputs_of_hooks)
             bias_of_keys = key_bias(hooks, inputs_of_hooks, config.heads)
-            out, new = attend_encoded(q, k, v, rows, bias_of_keys, sums)
+            out, new = attend_encoded(q, k, v, functions, bias_of_keys, sums)
             return output(hooks, inputs_of_hooks, out, v), new
 
-        def attend_encoded(q: Any, k: Any, v: Any, rows: Any, bias_of_keys: Any, sums: Any) -> tuple[jax.Array, Slots]:
+        def attend_encoded(
+            q: Any, k: Any, v: Any, functions: Any, bias_of_keys: Any, sums: Any
+        ) -> tuple[jax.Array, Slots]:
             if by_kernel and sharded and not ring:
                 if cached.rotated:
-                    q = encode_queries(q, encoding, v.shape[2], positions)
-                    k = encode_keys(k, encoding, q.shape[2], positions)
+                    q = encode_queries(q, encoding, v.shape[2])
+                    k = encode_keys(k, encoding, q.shape[2])
                 cache = KVCache(slots.key, slots.value, at)
                 out, *new = write_and_attend(kernel, q, k, v, cache, scale, inputs)
                 summed = write(slots, at, cached, k, v, chunk, None, sums).sums if sums else ()
@@ -335,7 +340,7 @@ def forward_chunk(
             if not cached.rotated:
                 at_slots = rotated_to(cached)
                 slots_encoding = model.layer_encoding(arrays, structure, at_slots, slot_tables[cached.slots])
-            encoded = encode_keys(k, encoding, model.config.heads, positions)
+            encoded = encode_keys(k, encoding, model.config.heads)
 
             def written() -> Slots:
                 return write(slots, at, cached, encoded if cached.rotated else k, v, chunk, bias_of_keys, sums)
@@ -349,7 +354,7 @@ def forward_chunk(
                 used, of_cache = start + C, inputs
                 if ring:  # all tokens in it are visible
                     used, of_cache = jnp.minimum(used, cached.slots), replace(inputs, window=None)
-                queries = scaled(encode_queries(q, encoding, k.shape[2], positions), scale)
+                queries = scaled(encode_queries(q, encoding, k.shape[2]), scale)
                 cache = KVCache(now.key, now.value, at)
                 return attend_to_cache(kernel, queries, cache, replace(of_cache, used=used)), now
             used = jnp.minimum(chunk.counts.max(), cached.slots)
@@ -363,17 +368,20 @@ def forward_chunk(
                 positions=positions,
                 window=structure.window,
                 key_bias=bias_of_keys,
-                rows=rows,
+                functions=functions,
             )
             return out, after or written()
 
-        return model.block(block_params).attend_by(x, attend)
+        x, new, _ = model.block(block_params).attend_by(x, attend)
+        return x, new
 
     x = model.embed(params, chunk.tokens)
-    data = arrange(layer_arrays(schedule), layout.runs)
+    data = arrange(layer_arrays(schedule), layout.repetitions)
     after = []
-    for run, slots, run_params, run_arrays in zip(layout.runs, cache.runs, params["layers"], data, strict=True):
-        pattern = layout.layers[run.start : run.start + run.period]
+    for repetition, slots, repeated_params, repeated_arrays in zip(
+        layout.repetitions, cache.repetitions, params["layers"], data, strict=True
+    ):
+        pattern = layout.layers[repetition.start : repetition.start + repetition.period]
 
         def group(x: Any, slots: Any, parts: Any, at: Any, pattern: Any = pattern) -> Any:
             new = []
@@ -382,8 +390,8 @@ def forward_chunk(
                 new.append(one)
             return x, tuple(new)
 
-        parts = tuple(zip(run_params, run_arrays, strict=True))
-        if run.repeats == 1:
+        parts = tuple(zip(repeated_params, repeated_arrays, strict=True))
+        if repetition.repeats == 1:
             x, slots = group(x, slots, jax.tree.map(lambda a: a[0], parts), 0)
         else:
             # The cache is part of the scan's carry and updated in place. As an input and an output of the scan, it
@@ -391,6 +399,6 @@ def forward_chunk(
             def step(carry: Any, data: Any, group: Any = group) -> Any:
                 return group(*carry, *data), None
 
-            (x, slots), _ = jax.lax.scan(step, (x, slots), (parts, jnp.arange(run.repeats)))
+            (x, slots), _ = jax.lax.scan(step, (x, slots), (parts, jnp.arange(repetition.repeats)))
         after.append(slots)
     return x, Cache(tuple(after), layout)

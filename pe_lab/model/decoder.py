@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,22 +12,22 @@ import numpy as np
 from flax import nnx, traverse_util
 from jaxtyping import Array, Float, Int, Shaped
 
-from pe_lab.attention import LayerEncoding, Rotation
-from pe_lab.attention.capabilities import Request
+from pe_lab.attention import KeyRotation, LayerEncoding
+from pe_lab.attention.capabilities import AttentionRequest
 from pe_lab.attention.dispatch import choose, layer_request
 from pe_lab.attention.hooks import Hooks, cached_sizes, index_positions
 from pe_lab.config import ModelConfig
-from pe_lab.errors import ConfigError
+from pe_lab.errors import ConfigError, call
 from pe_lab.model.learned import (
     check_learned,
     init_encoding,
     learned_encodings,
-    learned_of_run,
+    learned_of_repetition,
     split_layers,
 )
 from pe_lab.model.loss import cross_entropy, weighted_cross_entropy
-from pe_lab.model.modules import Block, Embedder
-from pe_lab.model.shape import REMAT_POLICIES, Run, complete, runs
+from pe_lab.model.modules import Auxiliary, Block, Embedder
+from pe_lab.model.shape import REMAT_POLICIES, Repetition, complete, repetitions
 from pe_lab.parallel import balanced_order, constrain, context_size, padded_length
 from pe_lab.positional import (
     HeadShape,
@@ -37,7 +37,7 @@ from pe_lab.positional import (
     Schedule,
     rotation_tables,
 )
-from pe_lab.positional.hooks import parameter_settings
+from pe_lab.positional.hooks import has, parameter_settings
 
 Params = dict[str, Any]
 
@@ -131,37 +131,22 @@ class Model:
           segments: document of each token; attention is within documents. None: one document.
           schedule: the positional encoding of all layers.
         """
-        x, places = self.hidden_in_order(params, tokens, positions, segments, schedule)
-        return x if places is None else x[:, places]
+        found = self.forward(params, tokens, positions, segments, schedule)
+        return found.hidden if found.places is None else found.hidden[:, found.places]
 
-    def hidden_in_order(
+    def forward(
         self,
         params: Params,
         tokens: Int[Array, "B T"],
         positions: Int[Array, "#B T"] | None,
         segments: Int[Array, "B T"] | None,
         schedule: Schedule,
-    ) -> tuple[Float[Array, "B places D"], Int[np.ndarray, " T"] | None]:
-        """`hidden` in the order of tokens of a mesh with a context axis, and the place of each token in it.
+        collect: bool = False,
+    ) -> ForwardPass:
+        """`hidden` in the order of tokens of a mesh with a context axis, and what layers give beside it.
 
-        None instead of places: the tokens are in order. Losses are reordered after they are computed, because devices
-        exchange less data for losses than for hidden states.
-        """
-        x, _, places = self.streams(params, tokens, positions, segments, schedule, collect=False)
-        return x, places
-
-    def streams(
-        self,
-        params: Params,
-        tokens: Int[Array, "B T"],
-        positions: Int[Array, "#B T"] | None,
-        segments: Int[Array, "B T"] | None,
-        schedule: Schedule,
-        collect: bool = True,
-    ) -> tuple[Float[Array, "B places D"], Any, Int[np.ndarray, " T"] | None]:
-        """`hidden_in_order` with a third result in the middle: what every layer gives, or None without `collect`.
-
-        It is (outputs of the layers [N, B, places, D], outputs of their attention [N, B, places, H, K]).
+        Losses are reordered after they are computed, because devices exchange less data for losses than for hidden
+        states. `collect`: with the outputs of all layers.
         """
         config = self.config
         if schedule.num_layers != config.layers:
@@ -180,30 +165,43 @@ class Model:
         check_learned(learned, schedule.structure)
         data = (block_params, layer_arrays(schedule))
 
-        def layer(x: jax.Array, data: Any, learned: Any, structure: LayerStructure) -> tuple[jax.Array, jax.Array]:
+        def layer(x: jax.Array, data: Any, learned: Any, structure: LayerStructure) -> tuple[jax.Array, Any, Auxiliary]:
             block_params, arrays = data
             encoding = self.layer_encoding(arrays, structure, at, shared, learned)
             return self.block(block_params)(x, encoding, positions, segments, structure.window, self.backward)
 
         policy, collected = REMAT_POLICIES[config.remat], []
-        for run in runs(schedule.structure):
-            pattern = schedule.structure[run.start : run.start + run.period]
+        for repetition in repetitions(schedule.structure):
+            pattern = schedule.structure[repetition.start : repetition.start + repetition.period]
 
             def group(x: jax.Array, data: Any, pattern: tuple[LayerStructure, ...] = pattern) -> tuple[jax.Array, Any]:
                 (stacked, learned), found = data, []
                 for i, structure in enumerate(pattern):
-                    x, attended = layer(x, jax.tree.map(lambda a, i=i: a[i], stacked), learned[i], structure)
-                    found.append((x, attended))
-                return x, jax.tree.map(lambda *each: jnp.stack(each), *found) if collect else None
+                    x, attended, auxiliary = layer(x, jax.tree.map(lambda a, i=i: a[i], stacked), learned[i], structure)
+                    found.append(((x, attended) if collect else None, auxiliary))
+                return x, jax.tree.map(lambda *each: jnp.stack(each), *found)
 
             if policy is not None:
                 group = jax.checkpoint(group, policy=policy, prevent_cse=not config.scan)
             with jax.named_scope("layers"):
-                of_run = tuple(learned_of_run(learned, schedule.structure, run))
-                x, found = _repeat(group, x, data, of_run, run, config.scan)
+                of_repetition = tuple(learned_of_repetition(learned, schedule.structure, repetition))
+                x, found = _repeat(group, x, data, of_repetition, repetition, config.scan)
             collected.append(found)
-        streams = jax.tree.map(lambda *each: jnp.concatenate(each), *collected)
-        return self.final_norm(params, x), streams, places
+        streams, of_layers = jax.tree.map(lambda *each: jnp.concatenate(each), *collected)
+        auxiliary = Auxiliary(
+            {name: one.sum() for name, one in of_layers.losses.items()} | self.penalties(params),
+            {name: one.mean() for name, one in of_layers.metrics.items()},
+        )
+        return ForwardPass(self.final_norm(params, x), places, auxiliary, streams)
+
+    def penalties(self, params: Params) -> dict[str, Float[Array, ""]]:
+        """The penalties of encodings on their parameters by name, summed over layers; nats per token."""
+        found = {}
+        for name, (encoding, _) in self.learned.items():
+            if has(encoding, "penalty"):
+                of_layers = params["layers"]["positional"][name]
+                found[f"{name}.penalty"] = jax.vmap(functools.partial(call, encoding, "penalty"))(of_layers).sum()
+        return found
 
     def final_norm(self, params: Params, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
         """The input of the unembedding, from the output of the last layer."""
@@ -235,22 +233,21 @@ class Model:
           tables: cos and sin, if they are computed already.
           learned: the layer's part of `layers.positional`.
         """
-        fixed_freq, gain, slope, logit_scale, noise, noise_sigma = arrays
+        fixed_freq, gain, slope, logit_scale = arrays
         cos, sin, rotation = None, None, None
         if structure.rotates:
             cos, sin = self.tables(fixed_freq, gain, structure, positions) if tables is None else tables
-            chosen = self._rows(structure)
-            rotation = Rotation(fixed_freq[chosen], gain[chosen])
+            chosen = self._distinct(structure)
+            rotation = KeyRotation(fixed_freq[chosen], gain[chosen])
         slope = slope if structure.slopes else None
-        noise, noise_sigma = (noise, noise_sigma) if structure.noisy else (None, None)
         hooks = Hooks(tuple((learned or {}).get(one.parameters, {}) for one in structure.hooks), structure.hooks)
-        return LayerEncoding(cos, sin, slope, logit_scale, noise, noise_sigma, hooks, rotation)
+        return LayerEncoding(cos, sin, slope, logit_scale, hooks, rotation)
 
     def tables(
         self, fixed_freq: jax.Array, gain: jax.Array, structure: LayerStructure, positions: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """cos and sin [B or 1, T, rows, R] with one row per layer, key head or query head, as the layer needs."""
-        chosen = self._rows(structure)
+        """cos and sin [B or 1, T, rotations, R] with one per layer, key head or query head, as the layer needs."""
+        chosen = self._distinct(structure)
         return rotation_tables(fixed_freq[chosen], gain[chosen], positions)
 
     def shared_tables(self, schedule: Schedule, positions: Int[Array, "#B T"]) -> tuple[jax.Array, jax.Array] | None:
@@ -261,14 +258,14 @@ class Model:
         fixed_freq, gain = jnp.asarray(schedule.fixed_freq), jnp.asarray(schedule.gain)
         return self.tables(fixed_freq[n], gain[n], schedule.structure[n], positions)
 
-    def _rows(self, structure: LayerStructure) -> slice:
-        """The distinct rows among the H rows of a rotation: one, one per key head, or all."""
+    def _distinct(self, structure: LayerStructure) -> slice:
+        """The distinct ones among the H rotations of a layer: one, one per key head, or all."""
         step = {"shared": self.config.heads, "grouped": self.config.heads // self.config.kv_heads, "split": 1}
         return slice(None, None, step[structure.heads])
 
     def attention_request(
         self, structure: LayerStructure, length: int, segments: bool = False, partial: bool | None = None
-    ) -> Request:
+    ) -> AttentionRequest:
         """The request of one layer for sequences of `length` tokens; `partial` as in `layer_request`."""
         config = self.config
         channels = cached_sizes(structure.hooks, self.head_shape).key_channels
@@ -314,9 +311,7 @@ class Model:
 
         Batch: tokens, targets, and optional positions, segments.
         """
-        x, places = self.hidden_in_order(
-            params, batch["tokens"], batch.get("positions"), batch.get("segments"), schedule
-        )
+        x, places, _, _ = self.forward(params, batch["tokens"], batch.get("positions"), batch.get("segments"), schedule)
         targets = in_order(batch["targets"], x.shape[1], places)
         loss = cross_entropy(x, self.unembedding(params), targets, chunks)
         return loss if places is None else loss[:, places]
@@ -326,11 +321,62 @@ class Model:
 
         Batch: tokens, targets, weights, and optional positions, segments.
         """
-        x, places = self.hidden_in_order(
+        return self.training_loss(params, batch, schedule)[1].loss
+
+    def training_loss(
+        self, params: Params, batch: Mapping[str, jax.Array], schedule: Schedule
+    ) -> tuple[Float[Array, ""], LossSums]:
+        """What training minimizes, the sum over tokens of weight times all losses, and its parts; see `loss_sum`."""
+        x, places, auxiliary, _ = self.forward(
             params, batch["tokens"], batch.get("positions"), batch.get("segments"), schedule
         )
         targets, weights = (in_order(batch[name], x.shape[1], places) for name in ("targets", "weights"))
-        return weighted_cross_entropy(x, self.unembedding(params), targets, weights, self.config.loss_chunks)
+        loss = weighted_cross_entropy(x, self.unembedding(params), targets, weights, self.config.loss_chunks)
+        return with_auxiliary(loss, auxiliary, batch["weights"])
+
+
+class ForwardPass(NamedTuple):
+    """The result of `Model.forward`.
+
+    Attributes:
+      hidden: of the final norm, in the order of a mesh with a context axis.
+      places: of each token in that order; None: tokens are in order.
+      auxiliary: losses summed over layers, and metrics averaged over them.
+      layers: outputs of the layers [N, B, places, D] and of their attention [N, B, places, H, K], where collected.
+    """
+
+    hidden: Float[Array, "B places D"]
+    places: Int[np.ndarray, " T"] | None
+    auxiliary: Auxiliary
+    layers: Any = None
+
+
+class LossSums(NamedTuple):
+    """Sums over the tokens of a batch of weight times the logged loss, and times each auxiliary number."""
+
+    loss: Float[Array, ""]
+    auxiliary: dict[str, Float[Array, ""]]
+
+
+RESERVED = ("loss", "grad_norm", "skipped", "step", "tokens", "learning_rate")  # names of the log of metrics
+
+
+def with_auxiliary(
+    loss: Float[Array, ""], auxiliary: Auxiliary, weights: Float[Array, "B T"]
+) -> tuple[Float[Array, ""], LossSums]:
+    """A sum over tokens of weight times loss with auxiliary losses added, and the parts to be logged.
+
+    Raises:
+      ConfigError: two numbers have one name, or that of another metric.
+    """
+    names = [*auxiliary.losses, *auxiliary.metrics]
+    if taken := [name for name in names if name in RESERVED or names.count(name) > 1]:
+        raise ConfigError(f"A layer gives '{taken[0]}' beside its output, and the log has another number of that name.")
+    if not names:
+        return loss, LossSums(loss, {})
+    total = weights.astype(jnp.float32).sum()
+    numbers = {name: total * one.astype(jnp.float32) for name, one in (auxiliary.losses | auxiliary.metrics).items()}
+    return loss + sum(numbers[name] for name in auxiliary.losses), LossSums(loss, numbers)
 
 
 def in_order(values: Shaped[Array, "B T"], length: int, places: Int[np.ndarray, " T"] | None) -> Array:
@@ -365,31 +411,28 @@ def _reordered(
 
 def layer_arrays(schedule: Schedule) -> tuple[jax.Array | np.ndarray, ...]:
     """The arrays of a schedule that `Model.layer_encoding` reads, stacked over layers."""
-    return (
-        schedule.fixed_freq,
-        schedule.gain,
-        schedule.alibi_slope,
-        schedule.logit_scale,
-        schedule.noise,
-        schedule.noise_sigma,
-    )
+    return schedule.fixed_freq, schedule.gain, schedule.alibi_slope, schedule.logit_scale
 
 
-def _repeat(group: Any, x: jax.Array, data: Any, learned: Any, run: Run, scan: bool) -> tuple[jax.Array, Any]:
-    """Applies `group` (one period of layers) `run.repeats` times to the run's part of the stacked `data`.
+def _repeat(
+    group: Any, x: jax.Array, data: Any, learned: Any, repetition: Repetition, scan: bool
+) -> tuple[jax.Array, Any]:
+    """Applies `group` (one period of layers) `repetition.repeats` times to its part of the stacked `data`.
 
-    `learned` is stacked over the run's repetitions (`learned_of_run`). What `group` returns beside x is stacked.
+    `learned` is stacked over the repeats (`learned_of_repetition`). What `group` returns beside x is stacked.
     """
-    stop = run.start + run.period * run.repeats
-    part = jax.tree.map(lambda a: a[run.start : stop].reshape(run.repeats, run.period, *a.shape[1:]), data)
+    stop = repetition.start + repetition.period * repetition.repeats
+    part = jax.tree.map(
+        lambda a: a[repetition.start : stop].reshape(repetition.repeats, repetition.period, *a.shape[1:]), data
+    )
     part = (part, learned)
-    if scan and run.repeats > 1:
+    if scan and repetition.repeats > 1:
         x, found = jax.lax.scan(group, x, part)
         return x, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), found)
     # The gradient of a split is one concatenation; that of indexing would be a sum of N arrays of the full size.
     leaves, tree = jax.tree.flatten(part)
-    pieces, found = [jax.lax.split(jnp.asarray(leaf), (1,) * run.repeats) for leaf in leaves], []
-    for i in range(run.repeats):
+    pieces, found = [jax.lax.split(jnp.asarray(leaf), (1,) * repetition.repeats) for leaf in leaves], []
+    for i in range(repetition.repeats):
         x, one = group(x, jax.tree.unflatten(tree, [p[i][0] for p in pieces]))
         found.append(one)
     return x, jax.tree.map(lambda *each: jnp.concatenate(each), *found)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Shaped
 
 from pe_lab.config import DistillConfig
 from pe_lab.errors import ConfigError
-from pe_lab.model.decoder import Model, Params, in_order
+from pe_lab.model.decoder import LossSums, Model, Params, in_order, with_auxiliary
 from pe_lab.model.loss import Teacher, distillation_loss
 from pe_lab.positional import Schedule
 
@@ -52,7 +52,6 @@ class DistilledLoss:
 
     def __init__(self, model: Model, teacher: Model, config: DistillConfig):
         self.model, self.teacher, self.how = model, teacher, config
-        self.learned = model.learned  # what is trained, as `Loss` has it
         self.streams = bool(config.hidden or config.attention)
         names = ["vocab_size", *(["layers", "d_model", "heads", "head_dim"] if self.streams else [])]
         for name in names:
@@ -61,12 +60,14 @@ class DistilledLoss:
                 what = "matching hidden states or attention" if name != "vocab_size" else "distillation"
                 raise ConfigError(f"The teacher has {name} {its}, and the model {mine}; {what} needs equal ones.")
 
-    def loss_sum(self, params: Params, batch: Mapping[str, jax.Array], inputs: DistilledInputs) -> Float[Array, ""]:
-        """The sum over tokens of weight times the loss; see the class."""
+    def training_loss(
+        self, params: Params, batch: Mapping[str, jax.Array], inputs: DistilledInputs
+    ) -> tuple[Float[Array, ""], LossSums]:
+        """The sum over tokens of weight times the loss, see the class, and what is logged, as `Model.training_loss`."""
         how, given = self.how, (batch["tokens"], batch.get("positions"), batch.get("segments"))
-        its, its_streams, _ = self.teacher.streams(inputs.teacher_params, *given, inputs.teacher_schedule, self.streams)
-        its, its_streams = jax.lax.stop_gradient((its, its_streams))
-        x, streams, places = self.model.streams(params, *given, inputs.schedule, self.streams)
+        taught = self.teacher.forward(inputs.teacher_params, *given, inputs.teacher_schedule, self.streams)
+        its, its_streams = jax.lax.stop_gradient((taught.hidden, taught.layers))
+        x, places, auxiliary, streams = self.model.forward(params, *given, inputs.schedule, self.streams)
         targets, weights = (in_order(batch[name], x.shape[1], places) for name in ("targets", "weights"))
         unembedding = jax.lax.stop_gradient(self.teacher.unembedding(inputs.teacher_params))
         loss = distillation_loss(
@@ -82,7 +83,7 @@ class DistilledLoss:
         if self.streams:
             parts = zip((how.hidden, how.attention), streams, its_streams, strict=True)
             loss += sum(factor * (weights * _mismatch(a, b)).sum() for factor, a, b in parts if factor)
-        return loss
+        return with_auxiliary(loss, auxiliary, batch["weights"])
 
 
 def _mismatch(student: Shaped[Array, "N B T *any"], teacher: Shaped[Array, "N B T *any"]) -> Float[Array, "B T"]:

@@ -18,13 +18,13 @@ from jaxtyping import Array, Float
 
 from pe_lab.attention import attention
 from pe_lab.config import MeshConfig, ModelConfig
-from pe_lab.errors import ConfigError, UnsupportedError, UserError
-from pe_lab.model.chunked_forward import ChunkedForward
+from pe_lab.errors import ConfigError, UnsupportedError, UserError, is_external
 from pe_lab.model.decoder import Model, Params, layer_arrays
-from pe_lab.model.learned import learned_of_layer, penalized, penalty
+from pe_lab.model.learned import learned_of_layer
+from pe_lab.model.programs import ChunkedForward
 from pe_lab.parallel import AxisRules, make_mesh, use_mesh
 from pe_lab.positional import Layer, Schedule, build_schedule, label
-from pe_lab.positional.hooks import is_external
+from pe_lab.positional.hooks import has
 
 ArrayLike = jax.Array | np.ndarray
 
@@ -71,7 +71,7 @@ def jit(function: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(function, compiler_options=options)
 
 
-class Subject:
+class TinyModel:
     """An encoding on the layers of a tiny model, with parameters away from their initial values."""
 
     def __init__(self, layer: Layer, config: ModelConfig = CONFIG, seed: int = 0):
@@ -135,8 +135,7 @@ def _pulled(
     def product(params: Params) -> tuple[jax.Array, jax.Array]:
         hidden = _hidden(model, schedule, params, tokens, positions, segments)
         total = (hidden * direction).sum()
-        adds = penalties and penalized(model.learned)
-        return total + penalty(model.learned, params) if adds else total, hidden
+        return total + sum(model.penalties(params).values()) if penalties else total, hidden
 
     gradients, hidden = jax.grad(product, has_aux=True)(params)
     return hidden, gradients
@@ -155,8 +154,8 @@ def _difference(name: str, a: Any, b: Any, claimed: bool | None = None) -> Check
     return Check(name, worst <= TOLERANCE, claimed, f"{worst:.1g}")
 
 
-def causality(subject: Subject) -> Check:
-    """The gradient of a token's output with respect to later tokens and other rows, which must be exactly zero."""
+def causality(subject: TinyModel) -> Check:
+    """The gradient of a token's output with respect to later tokens and other sequences, which must be exactly zero."""
     worst = 0.0
     for at in (0, LENGTH // 2, LENGTH - 2):
         direction = np.zeros((2, LENGTH, subject.config.d_model), np.float32)
@@ -166,19 +165,19 @@ def causality(subject: Subject) -> Check:
     return Check("causal", worst == 0, None, f"{worst:.1g}")
 
 
-def relative(subject: Subject) -> Check:
+def relative(subject: TinyModel) -> Check:
     """Outputs at positions 0, 1, 2, ... and at positions that are all `SHIFT` higher."""
     here, there = (subject.of_documents(subject.direction, first=first)[0] for first in (0, SHIFT))
     return _difference("relative", here, there, subject.claims("relative"))
 
 
-def by_distance(subject: Subject) -> Check:
+def by_distance(subject: TinyModel) -> Check:
     """Where positions are the indices, and relative biases become tables, and where the same are given."""
     tables = subject.hidden(subject.params, subject.tokens, None, None)
     return _difference("tables", tables, subject.of_documents(subject.direction)[0])
 
 
-def content(subject: Subject) -> Check:
+def content(subject: TinyModel) -> Check:
     """Whether attention to the same queries, keys and values depends on the hidden states."""
     config, params = subject.config, subject.params
     arrays = jax.tree.map(lambda a: jnp.asarray(a)[0], layer_arrays(subject.schedule))
@@ -200,7 +199,7 @@ def content(subject: Subject) -> Check:
     return _difference("static", *found, not says)
 
 
-def cached(subject: Subject) -> Check:
+def cached(subject: TinyModel) -> Check:
     """A pass in chunks of 8 and of 1 against a KV cache, and one pass; not measured for what refuses a cache."""
     if not subject.claims("exact_cache"):
         return Check("cached", None, False, "exact_cache is False")
@@ -214,7 +213,7 @@ def cached(subject: Subject) -> Check:
     return _difference("cached", found, [whole, whole], True)
 
 
-def packed(subject: Subject) -> Check:
+def packed(subject: TinyModel) -> Check:
     """Two documents in one sequence, with positions that begin anew, and each alone: outputs and gradients.
 
     Alone, a document is at the beginning of a sequence whose rest is later, and does not count.
@@ -231,7 +230,7 @@ def packed(subject: Subject) -> Check:
     return _difference("packed", together, alone)
 
 
-def _alone(subject: Subject, direction: ArrayLike, moved: int) -> tuple[jax.Array, Params]:
+def _alone(subject: TinyModel, direction: ArrayLike, moved: int) -> tuple[jax.Array, Params]:
     """`of_documents` of one document: the tokens from `moved` on, and then those before."""
     zeros = np.zeros((2, LENGTH), np.int32)
     positions = np.tile(np.arange(LENGTH, dtype=np.int32), (2, 1))
@@ -239,7 +238,7 @@ def _alone(subject: Subject, direction: ArrayLike, moved: int) -> tuple[jax.Arra
     return subject.pulled(subject.params, tokens, positions, zeros, direction)
 
 
-def context_parallel(subject: Subject, devices: int = 2) -> Check:
+def context_parallel(subject: TinyModel, devices: int = 2) -> Check:
     """A sequence that is sharded over devices, and one device: outputs and gradients, of two documents and of one."""
     if len(jax.devices()) < devices:
         return Check("sharded", None, None, f"{len(jax.devices())} of {devices} devices")
@@ -259,13 +258,13 @@ def context_parallel(subject: Subject, devices: int = 2) -> Check:
     return _difference("sharded", found, whole)
 
 
-def learned(subject: Subject) -> Check:
+def learned(subject: TinyModel) -> Check:
     """Whether every parameter that is trained has a gradient of the outputs: one that is exactly zero never learns.
 
     A penalty moves a parameter that does nothing, too.
     """
     alone = None
-    if penalized(subject.model.learned):
+    if any(has(encoding, "penalty") for encoding, _ in subject.model.learned.values()):
         alone = jit(functools.partial(_pulled, subject.model, subject.schedule, penalties=False))
     gradients = subject.of_documents(subject.direction, pulled=alone)[1]["layers"].get("positional", {})
     without = []
@@ -279,7 +278,7 @@ def learned(subject: Subject) -> Check:
     return Check("learned", not without, None, ", ".join(without))
 
 
-def finite_gradients(subject: Subject) -> Check:
+def finite_gradients(subject: TinyModel) -> Check:
     """The gradients of a bfloat16 model, at the initial parameters and away from them."""
     half = Model(dataclasses.replace(subject.config, dtype="bfloat16"), hooks=subject.schedule.hooks)
     tokens = subject.tokens
@@ -303,7 +302,7 @@ def check(layer: Layer) -> list[Check]:
     Raises:
       ConfigError: a hook returned a wrong shape; names the encoding.
     """
-    subject = Subject(layer)
+    subject = TinyModel(layer)
     return [one(subject) for one in CHECKS]
 
 
@@ -312,9 +311,9 @@ def require_causal(layers: tuple[Layer, ...]) -> None:
     for layer in dict.fromkeys(layers):
         if not any(is_external(type(one)) for _, one in layer.acting()):
             continue
-        found = causality(Subject(dataclasses.replace(layer, heads=(), window=None)))
+        found = causality(TinyModel(dataclasses.replace(layer, heads=(), window=None)))
         if found.fails:
             raise ConfigError(
                 f"The encoding '{label(layer)}' is not causal: the output of a token depends on later ones (the "
-                f"largest gradient is {found.detail}, expected 0). pe_lab.analyze --study=check shows more."
+                f"largest gradient is {found.detail}, expected 0). pe_lab.analyze check shows more."
             )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -13,11 +14,213 @@ import jax.numpy as jnp
 import numpy as np
 
 from pe_lab.errors import ConfigError
-from pe_lab.model.programs import Programs, Weights, part_of
-from pe_lab.model.request import Request, Schedules, Statistics
-from pe_lab.model.stopping import Decode, Ending
+from pe_lab.model.programs import DecodingWeights, Programs, part_of
+from pe_lab.model.sampling import Sampling
 from pe_lab.parallel import fetch
 from pe_lab.positional import Schedule
+
+SMALLEST_CAPACITY = 256
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """How prompts are continued.
+
+    Attributes:
+      max_new_tokens: per prompt.
+      sampling: how tokens are chosen.
+      eos_ids: ids that end a sequence.
+      stop: strings that end a text; they need a `decode`.
+      cache_length: the largest number of tokens of prompt and continuation. None: as many as needed.
+      refresh: for encodings that follow the length: recompute the cache after this many tokens whose schedule differs
+        from that of the cache. At 1, every token equals that of a full forward pass. At 0, the cache is never
+        recomputed, and new queries and all cached keys are rotated by the new schedule, which is an approximation.
+    """
+
+    max_new_tokens: int = 128
+    sampling: Sampling = Sampling()
+    eos_ids: Collection[int] = ()
+    stop: tuple[str, ...] = ()
+    cache_length: int | None = None
+    refresh: int = 1
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens is {self.max_new_tokens}; ask for at least one.")
+        if self.refresh < 0:
+            raise ConfigError(f"refresh is {self.refresh}; it must be 0 (never) or above.")
+        if not all(isinstance(one, str) and one for one in self.stop):
+            raise ConfigError(f"stop is {self.stop}; a stop string has at least one character.")
+
+    def capacity(self, prompts: Sequence[np.ndarray]) -> int:
+        """Slots for the longest of these sequences: a power of two, so that few programs serve all lengths."""
+        longest = max(map(len, prompts), default=0)
+        if self.cache_length is not None and longest + self.max_new_tokens > self.cache_length:
+            raise ConfigError(
+                f"A prompt of {longest} tokens and {self.max_new_tokens} new ones do not fit a cache of "
+                f"{self.cache_length}. Shorten the prompt, ask for fewer, or give a larger cache_length."
+            )
+        needed = self.cache_length or longest + self.max_new_tokens
+        return max(SMALLEST_CAPACITY, 1 << (needed - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class Schedules:
+    """The positional encoding as a function of the length.
+
+    Attributes:
+      at: length in tokens -> the schedule of a sequence of this length.
+      follows: of each layer, whether its encoding depends on the length.
+    """
+
+    at: Callable[[int], Schedule]
+    follows: tuple[bool, ...]
+
+    @classmethod
+    def fixed(cls, schedule: Schedule) -> Schedules:
+        """One schedule for all lengths."""
+        return cls(lambda _: schedule, (False,) * schedule.num_layers)
+
+
+@dataclass
+class GenerationStatistics:
+    """Counts and seconds, summed over calls. Seconds of compilation are separate and in no other field.
+
+    `on_tokens`, if given, is called with the number of tokens that were just read or generated.
+    """
+
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    refreshes: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    compile_seconds: float = 0.0
+    decoded_tokens: int = 0  # without the first of each sequence, which is part of the prefill
+    on_tokens: Callable[[int], None] | None = None
+
+    def add(self, other: GenerationStatistics) -> None:
+        """Adds the counts and seconds of other calls."""
+        for field in dataclasses.fields(self):
+            if field.name != "on_tokens":
+                setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+
+
+Decode = Callable[[Sequence[int]], str]
+
+CONTEXT = 8  # tokens of the prompt before the new ones, because some tokenizers decode a first token differently
+INCOMPLETE = "\ufffd"  # decoders write it for the bytes of an incomplete character
+
+
+class Ending:
+    """The ids and the text of one sequence, during generation.
+
+    Args:
+      prompt: its ids.
+      eos_ids: ids that end the text. They are not part of it.
+      stop: strings that end the text. They are not part of it, and may begin and end within tokens.
+      decode: ids -> text. None if no text is needed; then there are no stop strings.
+
+    Attributes:
+      ids: the new ids so far. After a stop string, those before the token in which it begins.
+      text: the final part of the text, without incomplete characters and possible beginnings of a stop string.
+      done: the text has ended.
+    """
+
+    def __init__(
+        self,
+        prompt: np.ndarray | Sequence[int],
+        eos_ids: Collection[int] = (),
+        stop: Sequence[str] = (),
+        decode: Decode | None = None,
+    ):
+        self._eos, self._stop, self._decode = frozenset(eos_ids), tuple(stop), decode
+        self._tokens = [int(i) for i in prompt[-CONTEXT:]]
+        self._from, self._read = 0, len(self._tokens)
+        self._whole = ""  # all complete characters: `text`, and those that may begin a stop string
+        self._starts: list[int] = []  # of each id: the length of the complete text before it
+        self.ids: list[int] = []
+        self.text = ""
+        self.done = False
+
+    def push(self, token: int) -> str:
+        """Adds a token; returns the text that is final because of it."""
+        if self.done:
+            return ""
+        if token in self._eos:
+            return self.finish()
+        self.ids.append(int(token))
+        self._starts.append(len(self._whole))
+        if self._decode is None:
+            return ""
+        self._tokens.append(int(token))
+        return self._extend(self._complete())
+
+    def finish(self) -> str:
+        """Ends the text; returns the rest of it."""
+        if self.done:
+            return ""
+        piece = "" if self._decode is None else self._extend(self._pending())
+        if not self.done:
+            self.done = True
+            piece += self._whole[len(self.text) :]
+            self.text = self._whole
+        return piece
+
+    def _pending(self) -> str:
+        """The undecoded part of the text. It is decoded with the tokens before, on which it may depend."""
+        if self._decode is None or self._read == len(self._tokens):
+            return ""
+        known = self._decode(self._tokens[self._from : self._read])
+        return self._decode(self._tokens[self._from :])[len(known) :]
+
+    def _complete(self) -> str:
+        """The undecoded part of the text if it ends with a complete character, else ""."""
+        text = self._pending()
+        if not text or text.endswith(INCOMPLETE):
+            return ""
+        self._from, self._read = self._read, len(self._tokens)
+        return text
+
+    def _extend(self, complete: str) -> str:
+        before, self._whole = len(self._whole), self._whole + complete
+        end, begin = first_stop(self._whole, self._stop, before)
+        if end:
+            self.done, self._whole = True, self._whole[:begin]
+            self.ids = [i for i, start in zip(self.ids, self._starts, strict=True) if start < begin]
+            final = begin
+        else:
+            final = len(self._whole) - possible_stop(self._whole, self._stop)
+        piece, self.text = self._whole[len(self.text) : final], self._whole[:final]
+        return piece
+
+    def result(self) -> np.ndarray:
+        """The new ids [n] int32."""
+        return np.asarray(self.ids, np.int32)
+
+
+def first_stop(text: str, stop: Sequence[str], known: int = 0) -> tuple[int, int]:
+    """The end and the beginning of the stop string that ends first; (0, 0) if there is none.
+
+    Of several with the same end it is the longest, so that the result does not depend on the pieces of the text. No
+    stop string ends within the first `known` characters.
+    """
+    found = []
+    for one in stop:
+        begin = text.find(one, max(0, known - len(one) + 1))
+        if begin >= 0:
+            found.append((begin + len(one), begin))
+    return min(found, default=(0, 0))
+
+
+def possible_stop(text: str, stop: Sequence[str]) -> int:
+    """The number of last characters that may be the beginning of a stop string."""
+    longest = max((len(one) for one in stop), default=0)
+    for size in range(min(longest - 1, len(text)), 0, -1):
+        tail = text[-size:]
+        if any(one.startswith(tail) for one in stop if len(one) > size):
+            return size
+    return 0
+
 
 CHUNKS = (512, 128, 32)  # tokens per chunk of a prompt: at most one compilation each
 
@@ -45,12 +248,12 @@ class Decoder(Programs):
 
     def generate(
         self,
-        weights: Weights,
+        weights: DecodingWeights,
         prompts: Sequence[np.ndarray],
         schedules: Schedules,
-        request: Request,
+        request: GenerationRequest,
         decode: Decode | None = None,
-        statistics: Statistics | None = None,
+        statistics: GenerationStatistics | None = None,
     ) -> list[Ending]:
         """Continues prompts until each has ended, or has `max_new_tokens`.
 
@@ -71,15 +274,17 @@ class Decoder(Programs):
         """
         self.check(prompts, request, decode)
         endings = [Ending(prompt, request.eos_ids, request.stop, decode) for prompt in prompts]
-        # Rows are decoded together, or each alone if the schedule depends on the length.
+        # Sequences are decoded together, or each alone if the schedule depends on the length.
         numbers = range(len(prompts))
-        for rows in [[i] for i in numbers] if any(schedules.follows) else [numbers] if prompts else []:
-            chosen = [endings[i] for i in rows]
-            batch = _Batch(self, weights, [prompts[i] for i in rows], schedules, request, rows, statistics)
+        for chosen in [[i] for i in numbers] if any(schedules.follows) else [numbers] if prompts else []:
+            unfinished = [endings[i] for i in chosen]
+            batch = _GenerationBatch(
+                self, weights, [prompts[i] for i in chosen], schedules, request, chosen, statistics
+            )
             for tokens in batch.steps():
-                for ending, token in zip(chosen, tokens, strict=True):
+                for ending, token in zip(unfinished, tokens, strict=True):
                     ending.push(int(token))
-                if all(ending.done for ending in chosen):
+                if all(ending.done for ending in unfinished):
                     break
         for ending in endings:
             ending.finish()
@@ -87,17 +292,17 @@ class Decoder(Programs):
 
     def stream(
         self,
-        weights: Weights,
+        weights: DecodingWeights,
         prompt: np.ndarray,
         schedules: Schedules,
-        request: Request,
+        request: GenerationRequest,
         decode: Decode,
-        statistics: Statistics | None = None,
+        statistics: GenerationStatistics | None = None,
     ) -> Iterator[str]:
         """The continuation of one prompt in pieces of final text; arguments as in `generate`."""
         self.check([prompt], request, decode)
         ending = Ending(prompt, request.eos_ids, request.stop, decode)
-        for tokens in _Batch(self, weights, [prompt], schedules, request, [0], statistics).steps():
+        for tokens in _GenerationBatch(self, weights, [prompt], schedules, request, [0], statistics).steps():
             if piece := ending.push(int(tokens[0])):
                 yield piece
             if ending.done:
@@ -105,7 +310,7 @@ class Decoder(Programs):
         if piece := ending.finish():
             yield piece
 
-    def check(self, prompts: Sequence[np.ndarray], request: Request, decode: Decode | None = None) -> None:
+    def check(self, prompts: Sequence[np.ndarray], request: GenerationRequest, decode: Decode | None = None) -> None:
         """Raises a `ConfigError` for prompts or settings that `generate` cannot serve."""
         vocabulary = self.model.config.vocab_size
         for i, prompt in enumerate(prompts):
@@ -121,36 +326,36 @@ class Decoder(Programs):
         request.capacity(prompts)
 
 
-class _Batch:
+class _GenerationBatch:
     """A batch in generation: its KV cache, its lengths, and the schedule of the cache.
 
-    `rows` are the prompts' numbers, on which sampling depends.
+    `numbers` are the prompts' numbers, on which sampling depends.
     """
 
     def __init__(
         self,
         programs: Programs,
-        weights: Weights,
+        weights: DecodingWeights,
         prompts: Sequence[np.ndarray],
         schedules: Schedules,
-        request: Request,
-        rows: Sequence[int],
-        statistics: Statistics | None,
+        request: GenerationRequest,
+        numbers: Sequence[int],
+        statistics: GenerationStatistics | None,
     ):
         self._programs, self._weights, self._schedules, self._request = programs, weights, schedules, request
-        self._statistics = statistics or Statistics()
-        # A mesh needs a multiple of its rows: copies of the last prompt fill up, and are removed from results.
+        self._statistics = statistics or GenerationStatistics()
+        # A mesh needs a multiple of its sequences: copies of the last prompt fill up, and are removed from results.
         self._real = len(prompts)
         fill = -self._real % programs.rows_at_once
         self._prompts = [*prompts, *[prompts[-1]] * fill]
-        numbers = [*rows, *[0] * fill]
+        numbers = [*numbers, *[0] * fill]
         self._capacity = request.capacity(prompts)
         self._draw, self._rows = programs.place((request.sampling.arrays(), np.asarray(numbers, np.int32)))
         self._new: list[Any] = []  # tokens chosen so far, [B] each, on the device until they are read
         self._stale = 0  # tokens with another schedule than the cache
 
     def steps(self) -> Iterator[np.ndarray]:
-        """Yields the next token of every row, [B], `max_new_tokens` times; stop conditions are ignored.
+        """Yields the next token of every sequence, [B], `max_new_tokens` times; stop conditions are ignored.
 
         The host reads one step behind: it starts the next step before it waits for the token of the last one.
         """
@@ -165,7 +370,7 @@ class _Batch:
             yield self._read(token)
 
     def _begin(self) -> jax.Array:
-        """Prefills the prompts; returns the first new token of each row."""
+        """Prefills the prompts; returns the first new token of each sequence."""
         statistics = self._statistics
         statistics.prompt_tokens += sum(map(len, self._prompts[: self._real]))
         with self._timed("prefill_seconds"):
@@ -174,7 +379,7 @@ class _Batch:
             return jax.block_until_ready(token)
 
     def _advance(self, token: jax.Array) -> jax.Array:
-        """Starts the next step on `token` of each row; returns the token after it."""
+        """Starts the next step on `token` of each sequence; returns the token after it."""
         with self._timed("decode_seconds"):
             exact = exact_cache(self._schedule)
             if any(self._schedules.follows) or not exact:

@@ -190,4 +190,5 @@ def _layer(
         view = LayerView(x, normed, q, k, v, encoding, positions, segments, window, params, n, chunk)
         return out, measure(view, data)
 
-    return model.block(params).attend_by(x, attend)
+    x, found, _ = model.block(params).attend_by(x, attend)
+    return x, found

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pe_lab.errors import ConfigError
-from pe_lab.model.shape import Run
+from pe_lab.model.shape import Repetition
 from pe_lab.positional import Encoding, HeadShape, LayerHooks, LayerStructure
 from pe_lab.positional.codec import ranges
-from pe_lab.positional.hooks import call, has, initial
+from pe_lab.positional.hooks import initial, parameter_settings
 from pe_lab.positional.registry import registered_name
-
-if TYPE_CHECKING:
-    from pe_lab.model.decoder import Model
 
 Params = dict[str, Any]
 
@@ -58,18 +54,18 @@ def check_learned(learned: Mapping[str, Params], structure: Sequence[LayerStruct
             )
 
 
-def learned_of_run(
-    learned: Mapping[str, Params], structure: Sequence[LayerStructure], run: Run
+def learned_of_repetition(
+    learned: Mapping[str, Params], structure: Sequence[LayerStructure], repetition: Repetition
 ) -> list[dict[str, Params]]:
-    """For each layer of a run's pattern the parameters of its encodings, stacked over the run's repetitions."""
+    """For each layer of a pattern the parameters of its encodings, stacked over the pattern's repeats."""
     found = []
-    for i in range(run.period):
+    for i in range(repetition.period):
         of_layer = {}
-        for _, name, _ in structure[run.start + i].hooks:
+        for _, name, _ in structure[repetition.start + i].hooks:
             if name is not None:
                 having = [n for n, one in enumerate(structure) if any(hook.parameters == name for hook in one.hooks)]
-                places = [having.index(run.start + i + run.period * r) for r in range(run.repeats)]
-                step = places[1] - places[0] if run.repeats > 1 else 1
+                places = [having.index(repetition.start + i + repetition.period * r) for r in range(repetition.repeats)]
+                step = places[1] - places[0] if repetition.repeats > 1 else 1
                 part = slice(places[0], places[-1] + 1, step)
                 of_layer[name] = jax.tree.map(lambda a, part=part: a[part], learned[name])
         found.append(of_layer)
@@ -78,7 +74,7 @@ def learned_of_run(
 
 def learned_of_layer(layers: Params, structure: Sequence[LayerStructure], n: int) -> dict[str, Params]:
     """The parameters of the encodings of layer n, from those of all layers."""
-    (found,) = learned_of_run(split_layers(layers)[1], structure, Run(n, 1, 1))
+    (found,) = learned_of_repetition(split_layers(layers)[1], structure, Repetition(n, 1, 1))
     return jax.tree.map(lambda a: a[0], found)
 
 
@@ -106,25 +102,11 @@ def learned_values(learned: Mapping[str, Params]) -> dict[str, jax.Array]:
     return found
 
 
-def penalized(learned: Mapping[str, tuple[Encoding, tuple[int, ...]]]) -> list[str]:
-    """The names of the encodings that add a penalty to the loss, of those with parameters."""
-    return [name for name, (encoding, _) in learned.items() if has(encoding, "penalty")]
-
-
-def penalty(learned: Mapping[str, tuple[Encoding, tuple[int, ...]]], params: Params) -> jax.Array:
-    """The sum of the penalties over layers, nats per token."""
-    of_encodings = params["layers"]["positional"]
-    return sum(
-        jax.vmap(functools.partial(call, learned[name][0], "penalty"))(of_encodings[name]).sum()
-        for name in penalized(learned)
-    )
-
-
 def carried(
     params: Params,
     before: Sequence[tuple[LayerHooks, ...]],
     after: Sequence[tuple[LayerHooks, ...]],
-    model: Model,
+    shape: HeadShape,
     seed: int = 0,
     shardings: Any = None,
 ) -> tuple[Params, str]:
@@ -136,22 +118,24 @@ def carried(
     Args:
       params: of the parent.
       before, after: the hooks of every layer of both.
-      model: the child's, with `after` as its hooks.
+      shape: the sizes of both.
       seed: of the initial parameters.
       shardings: of the child's parameters; None: where the compiler puts them.
 
     Returns:
       the child's parameters, and what was done in words; "" for nothing.
     """
-    if learned_encodings(before) == model.learned:
+    learns = learned_encodings(after)
+    if learned_encodings(before) == learns:
         return params, ""
+    settings = {name: parameter_settings(encoding, shape) for name, (encoding, _) in learns.items()}
     old = split_layers(params["layers"])[1]
     fresh: dict[str, list[int]] = {}
 
     def former(n: int, name: str) -> str | None:
         """The key of the parameters that layer n of the parent has of an encoding with the same name and shapes."""
-        encoding, _ = model.learned[name]
-        wanted = {field: one.value.shape for field, one in model.encoding_settings[name].items()}
+        encoding, _ = learns[name]
+        wanted = {field: one.value.shape for field, one in settings[name].items()}
         for one, key, _ in before[n]:
             same = key is not None and registered_name(one) == registered_name(encoding)
             if same and {field: leaf.shape[1:] for field, leaf in old[key].items()} == wanted:
@@ -159,8 +143,8 @@ def carried(
         return None
 
     places = {key: layers for key, (_, layers) in learned_encodings(before).items()}
-    moves: dict[str, list[tuple[int, str, int]]] = {name: [] for name in model.learned}  # to place, from key, at place
-    for name, (_, layers) in model.learned.items():
+    moves: dict[str, list[tuple[int, str, int]]] = {name: [] for name in learns}  # to place, from key, at place
+    for name, (_, layers) in learns.items():
         for i, n in enumerate(layers):
             key = former(n, name)
             if key is None:
@@ -171,8 +155,8 @@ def carried(
     def child(params: Params) -> Params:
         blocks, old = split_layers(params["layers"])
         learned = {}
-        for name, (encoding, layers) in model.learned.items():
-            new = init_encoding(name, encoding, layers, jax.random.key(seed), model.head_shape, len(after))
+        for name, (encoding, layers) in learns.items():
+            new = init_encoding(name, encoding, layers, jax.random.key(seed), shape, len(after))
             for i, key, at in moves[name]:
                 new = jax.tree.map(lambda a, b, i=i, at=at: a.at[i].set(b[at]), new, old[key])
             learned[name] = new

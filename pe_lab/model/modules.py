@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from pe_lab.attention import LayerEncoding, attention
 from pe_lab.config import ModelConfig
+from pe_lab.errors import ConfigError
 from pe_lab.model.embedding import embedding_lookup
 from pe_lab.parallel import constrain, context_size, platform
 
@@ -23,14 +24,17 @@ ACTIVATIONS = {
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),  # So et al. 2021 (Primer)
 }
+FeedForward = TypeVar("FeedForward", bound=type[nnx.Module])
 QK_NORMS = ("none", "head", "flat", "query_head", "query_flat")
 
 
-def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], std: float, axes: tuple[str, ...]) -> nnx.Param:
+def normal(rngs: nnx.Rngs, shape: tuple[int, ...], std: float, axes: tuple[str | None, ...]) -> nnx.Param:
+    """A parameter of normal numbers. `axes`: the logical name of each axis (see `AxisRules`), None: never sharded."""
     return nnx.Param(jax.random.normal(rngs.params(), shape, jnp.float32) * std, logical_axes=axes)
 
 
-def _constant(value: float, shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:
+def constant(value: float, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:
+    """A parameter of equal numbers; `axes` as in `normal`."""
     return nnx.Param(jnp.full(shape, value, jnp.float32), logical_axes=axes)
 
 
@@ -84,7 +88,7 @@ class RMSNorm(nnx.Module):
     """
 
     def __init__(self, shape: tuple[int, ...], axes: tuple[str, ...], epsilon: float, plus_one: bool = False):
-        self.scale = _constant(0.0 if plus_one else 1.0, shape, axes)
+        self.scale = constant(0.0 if plus_one else 1.0, shape, axes)
         self.epsilon, self.plus_one = epsilon, plus_one
 
     def __call__(self, x: Float[Array, "*batch"]) -> Float[Array, "*batch"]:
@@ -100,8 +104,8 @@ class LayerNorm(nnx.Module):
     """Normalization of the last axes to mean 0 and variance 1, scale and bias, in float32 (Ba et al. 2016)."""
 
     def __init__(self, shape: tuple[int, ...], axes: tuple[str, ...], epsilon: float):
-        self.scale = _constant(1.0, shape, axes)
-        self.bias = _constant(0.0, shape, axes)
+        self.scale = constant(1.0, shape, axes)
+        self.bias = constant(0.0, shape, axes)
         self.epsilon = epsilon
 
     def __call__(self, x: Float[Array, "*batch"]) -> Float[Array, "*batch"]:
@@ -146,15 +150,15 @@ class Attention(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         D, H, G, K, std = config.d_model, config.heads, config.kv_heads, config.head_dim, config.init_std
-        self.query = _normal(rngs, (D, H, K), std, ("embed", "heads", "head_dim"))
-        self.key = _normal(rngs, (D, G, K), std, ("embed", "kv_heads", "head_dim"))
-        self.value = _normal(rngs, (D, G, K), std, ("embed", "kv_heads", "head_dim"))
-        self.out = _normal(rngs, (H, K, D), _branch_std(config), ("heads", "head_dim", "embed"))
+        self.query = normal(rngs, (D, H, K), std, ("embed", "heads", "head_dim"))
+        self.key = normal(rngs, (D, G, K), std, ("embed", "kv_heads", "head_dim"))
+        self.value = normal(rngs, (D, G, K), std, ("embed", "kv_heads", "head_dim"))
+        self.out = normal(rngs, (H, K, D), _branch_std(config), ("heads", "head_dim", "embed"))
         bias, out_bias = config.attention_bias, config.output_bias
-        self.query_bias = _constant(0.0, (H, K), ("heads", "head_dim")) if bias else None
-        self.key_bias = _constant(0.0, (G, K), ("kv_heads", "head_dim")) if bias else None
-        self.value_bias = _constant(0.0, (G, K), ("kv_heads", "head_dim")) if bias else None
-        self.out_bias = _constant(0.0, (D,), ("vector",)) if out_bias else None
+        self.query_bias = constant(0.0, (H, K), ("heads", "head_dim")) if bias else None
+        self.key_bias = constant(0.0, (G, K), ("kv_heads", "head_dim")) if bias else None
+        self.value_bias = constant(0.0, (G, K), ("kv_heads", "head_dim")) if bias else None
+        self.out_bias = constant(0.0, (D,), ("vector",)) if out_bias else None
         self.query_norm = _qk_norm(config, H, "heads") if config.qk_norm != "none" else None
         self.key_norm = _qk_norm(config, G, "kv_heads") if config.qk_norm in ("head", "flat") else None
         self.config = config
@@ -182,12 +186,12 @@ class MLP(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         D, F, std, gated, bias = config.d_model, config.d_ff, config.init_std, config.gated_mlp, config.mlp_bias
-        self.gate = _normal(rngs, (D, F), std, ("embed", "mlp")) if gated else None
-        self.up = _normal(rngs, (D, F), std, ("embed", "mlp"))
-        self.down = _normal(rngs, (F, D), _branch_std(config), ("mlp", "embed"))
-        self.gate_bias = _constant(0.0, (F,), ("mlp",)) if gated and bias else None
-        self.up_bias = _constant(0.0, (F,), ("mlp",)) if bias else None
-        self.down_bias = _constant(0.0, (D,), ("vector",)) if bias else None
+        self.gate = normal(rngs, (D, F), std, ("embed", "mlp")) if gated else None
+        self.up = normal(rngs, (D, F), std, ("embed", "mlp"))
+        self.down = normal(rngs, (F, D), _branch_std(config), ("mlp", "embed"))
+        self.gate_bias = constant(0.0, (F,), ("mlp",)) if gated and bias else None
+        self.up_bias = constant(0.0, (F,), ("mlp",)) if bias else None
+        self.down_bias = constant(0.0, (D,), ("vector",)) if bias else None
         self.activation = config.activation
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
@@ -202,6 +206,39 @@ class MLP(nnx.Module):
         return _project("down", hidden, self.down, self.down_bias)
 
 
+class Auxiliary(NamedTuple):
+    """What a layer gives beside its output: numbers by name, float32 scalars; empty costs nothing.
+
+    Attributes:
+      losses: nats per token, with their coefficients; training adds them to its loss, and logs them.
+      metrics: are logged alone.
+    """
+
+    losses: dict[str, jax.Array] = {}
+    metrics: dict[str, jax.Array] = {}
+
+
+FEED_FORWARDS: dict[str, type[nnx.Module]] = {}
+
+
+def register_feed_forward(name: str) -> Callable[[FeedForward], FeedForward]:
+    """A class decorator: gives a feed-forward the name that `model.feed_forward` takes.
+
+    The class is an `nnx.Module` made by `Class(config, rngs)`, with parameters from `normal` and `constant`. Its call
+    takes x [B, T, D], the normed residual stream, and returns the update [B, T, D], or that and an `Auxiliary` of the
+    same names in every layer. Its means are over the whole batch, also on a mesh.
+    """
+
+    def decorate(kind: FeedForward) -> FeedForward:
+        known = FEED_FORWARDS.get(name, kind)
+        if not name.isidentifier() or known.__qualname__ != kind.__qualname__:
+            raise ConfigError(f"register_feed_forward('{name}'): give {kind.__qualname__} another name.")
+        FEED_FORWARDS[name] = kind
+        return kind
+
+    return decorate
+
+
 class Block(nnx.Module):
     """One layer, with a norm before each branch; the branches are sequential, or parallel (GPT-J, NeoX)."""
 
@@ -209,7 +246,8 @@ class Block(nnx.Module):
         self.attention_norm = _stream_norm(config)
         self.attention = Attention(config, rngs)
         self.mlp_norm = _stream_norm(config)
-        self.mlp = MLP(config, rngs)
+        self.mlp = None if config.feed_forward else MLP(config, rngs)
+        self.feed_forward = FEED_FORWARDS[config.feed_forward](config, rngs) if config.feed_forward else None
         self.parallel = config.parallel_block
 
     def __call__(
@@ -220,8 +258,8 @@ class Block(nnx.Module):
         segments: Int[Array, "B T"] | None,
         window: int | None,
         backward: bool = True,
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T H K"]]:
-        """The output of the layer, and that of its attention before the output projection."""
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T H K"], Auxiliary]:
+        """The output of the layer, that of its attention before the output projection, and its auxiliary numbers."""
         config = self.attention.config
         attend = functools.partial(
             attention,
@@ -243,10 +281,10 @@ class Block(nnx.Module):
 
     def attend_by(
         self, x: Float[Array, "B T D"], attend: Callable[..., tuple[jax.Array, Any]]
-    ) -> tuple[Float[Array, "B T D"], Any]:
+    ) -> tuple[Float[Array, "B T D"], Any, Auxiliary]:
         """The layer with another attention: `attend(q, k, v, x)` returns its output and a second result (a KV cache).
 
-        Its x is the input of the projections.
+        Its x is the input of the projections. The third result are the numbers of the feed-forward.
         """
         with jax.named_scope("attention"):
             normed = self.attention_norm(x)
@@ -255,10 +293,16 @@ class Block(nnx.Module):
         if not self.parallel:
             x, attended = constrain(x + attended, "batch", "length", "activation_embed"), None
         with jax.named_scope("mlp"):
-            update = self.mlp(self.mlp_norm(x))
+            update = (self.mlp or self.feed_forward)(self.mlp_norm(x))
+            update, auxiliary = update if isinstance(update, tuple) else (update, Auxiliary())
         # Under tensor parallelism, XLA joins the all-reduces of two parallel branches into one.
         x = x + update if attended is None else x + (attended + update)
-        return constrain(x, "batch", "length", "activation_embed"), result
+        return constrain(x, "batch", "length", "activation_embed"), result, auxiliary
+
+
+def parameter_sizes(kind: type[nnx.Module], config: ModelConfig) -> list[tuple[int, ...]]:
+    """The shapes of the parameters of a module that is made by `kind(config, rngs)`; none is made."""
+    return [leaf.shape for leaf in jax.tree.leaves(nnx.state(nnx.eval_shape(lambda: kind(config, nnx.Rngs(0)))))]
 
 
 class Embedder(nnx.Module):
@@ -266,9 +310,9 @@ class Embedder(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         V, D = config.vocab_size, config.d_model
-        self.embedding = _normal(rngs, (V, D), config.init_std, ("vocab", "embed"))
+        self.embedding = normal(rngs, (V, D), config.init_std, ("vocab", "embed"))
         self.final_norm = _stream_norm(config)
-        self.unembedding = None if config.tie_embeddings else _normal(rngs, (V, D), config.init_std, ("vocab", "embed"))
+        self.unembedding = None if config.tie_embeddings else normal(rngs, (V, D), config.init_std, ("vocab", "embed"))
         self.multiplier = D**0.5 if config.scale_embeddings else None
 
     def embed(self, tokens: Int[Array, "B T"], dtype: jnp.dtype) -> Float[Array, "B T D"]:

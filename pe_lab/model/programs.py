@@ -1,4 +1,4 @@
-"""The compiled programs of decoding: the prefill of a chunk, the choice of a token, and one step of a batch."""
+"""The compiled programs of decoding: prefill, a step of a batch, and passes over long sequences in chunks."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Float32, Int
 
 from pe_lab.attention.dispatch import cache_kernel
 from pe_lab.attention.key_block import KeyBlockKernel
 from pe_lab.config import ModelConfig
 from pe_lab.errors import UnsupportedError
-from pe_lab.model.cache import Cache, Chunk, Layout, allocate, arrange_layers, forward_chunk, plan
+from pe_lab.model.cache import Cache, CacheLayout, Chunk, allocate, arrange_layers, forward_chunk, plan
 from pe_lab.model.decoder import Model, Params
+from pe_lab.model.loss import cross_entropy
 from pe_lab.model.sampling import Draw, choose
-from pe_lab.parallel import AxisRules, check_memory, put, use_mesh
+from pe_lab.parallel import AxisRules, check_memory, fetch, put, use_mesh
 from pe_lab.positional import LayerStructure, Schedule
 
 
 @dataclass
-class Weights:
-    """Parameters for decoding: in the compute dtype, and grouped by the runs of layers."""
+class DecodingWeights:
+    """Parameters for decoding: in the compute dtype, and grouped as layers repeat."""
 
     params: Params
-    runs: dict[Any, Any] = field(default_factory=dict)
+    repetitions: dict[Any, Any] = field(default_factory=dict)
 
 
 class Programs:
@@ -47,7 +48,7 @@ class Programs:
       kernel: attends to KV caches. Default: the fastest one for the devices; none on a CPU.
 
     Attributes:
-      traces: (program, rows, tokens, capacity) -> how often it was traced and compiled.
+      traces: (program, sequences, tokens, capacity) -> how often it was traced and compiled.
     """
 
     def __init__(
@@ -76,22 +77,22 @@ class Programs:
         self.whole = jax.jit(self._whole)
         self.next = jax.jit(self._step, donate_argnames=("cache",))
 
-    def allocate(self, layout: Layout, rows: int) -> Cache:
-        """An empty cache for `rows` sequences; `UnsupportedError` if there is less memory."""
-        shapes = jax.tree.leaves(jax.eval_shape(self._allocate, layout, rows))
+    def allocate(self, layout: CacheLayout, count: int) -> Cache:
+        """An empty cache for `count` sequences; `UnsupportedError` if there is less memory."""
+        shapes = jax.tree.leaves(jax.eval_shape(self._allocate, layout, count))
         needed = sum(shape.size * shape.dtype.itemsize for shape in shapes)
         devices = jax.local_devices()[:1]
         if self._mesh is not None:
             devices = list(self._mesh.local_devices)
             needed = needed * len(devices) // self._mesh.size
-        sequences = "one sequence" if rows == 1 else f"{rows} sequences"
+        sequences = "one sequence" if count == 1 else f"{count} sequences"
         check_memory(
             needed,
             f"The KV cache of {sequences} of {layout.capacity:,} tokens",
             devices,
             "Ask for fewer tokens or fewer sequences at a time.",
         )
-        return self._allocate(layout, rows)
+        return self._allocate(layout, count)
 
     def forward(
         self, params: Any, cache: Cache, chunk: Chunk, schedule: Schedule
@@ -119,19 +120,19 @@ class Programs:
         params: Any,
         last: Float[Array, "B D"],
         lengths: Int[Array, " B"],
-        rows: Int[Array, " B"],
+        sequences: Int[Array, " B"],
         draw: Draw,
     ) -> Int[Array, " B"]:
-        """The token at position `lengths` of each row, from the last layer's output for the token before."""
+        """The token at position `lengths` of each sequence, from the last layer's output for the token before."""
         self.traces["choose", last.shape[0], draw.kind] += 1
-        return choose(self._logits(params, last), draw, rows, lengths)
+        return choose(self._logits(params, last), draw, sequences, lengths)
 
     def _whole(
         self,
         params: Params,
         tokens: Int[Array, "B T"],
         lengths: Int[Array, " B"],
-        rows: Int[Array, " B"],
+        sequences: Int[Array, " B"],
         draw: Draw,
         schedule: Schedule,
     ) -> Int[Array, " B"]:
@@ -142,7 +143,7 @@ class Programs:
         logits = jnp.einsum(
             "bd,vd->bv", last, self.model.unembedding(params).astype(x.dtype), preferred_element_type=jnp.float32
         )
-        return choose(logits, draw, rows, lengths)
+        return choose(logits, draw, sequences, lengths)
 
     def _logits(self, params: Any, last: Float[Array, "B D"]) -> Float[Array, "B V"]:
         x = self.model.final_norm(params, last)
@@ -155,18 +156,18 @@ class Programs:
         cache: Cache,
         tokens: Int[Array, " B"],
         lengths: Int[Array, " B"],
-        rows: Int[Array, " B"],
+        sequences: Int[Array, " B"],
         draw: Draw,
         schedule: Schedule,
     ) -> tuple[Int[Array, " B"], Int[Array, " B"], Cache]:
-        """Reads one token of each row, at position `lengths`; returns the next tokens, the lengths and the cache."""
+        """Reads one token of each sequence, at position `lengths`; returns the next ones, the lengths and the cache."""
         self.traces["decode", tokens.shape[0], 1, cache.layout.capacity] += 1
         chunk = Chunk(tokens[:, None], lengths[:, None], lengths, jnp.ones_like(lengths))
         x, cache = self.forward(params, cache, chunk, schedule)
         logits = self._logits(params, x[:, 0])
-        return choose(logits, draw, rows, lengths + 1), lengths + 1, cache
+        return choose(logits, draw, sequences, lengths + 1), lengths + 1, cache
 
-    def prepare(self, params: Params) -> Weights:
+    def prepare(self, params: Params) -> DecodingWeights:
         """Parameters in the compute dtype, cast once instead of at every step. Float32 parameters are not copied."""
         dtype = jnp.dtype(self.model.config.dtype)
 
@@ -176,22 +177,22 @@ class Programs:
                 return x
             return x.astype(dtype)
 
-        return Weights(jax.tree_util.tree_map_with_path(cast, params))
+        return DecodingWeights(jax.tree_util.tree_map_with_path(cast, params))
 
-    def arranged(self, weights: Weights, layout: Layout) -> Any:
+    def arranged(self, weights: DecodingWeights, layout: CacheLayout) -> Any:
         """The parameters in the structure of a cache, for `forward_chunk`."""
-        key = (layout.runs, tuple(cached.structure.hooks for cached in layout.layers))
-        if key not in weights.runs:
+        key = (layout.repetitions, tuple(cached.structure.hooks for cached in layout.layers))
+        if key not in weights.repetitions:
             stacked = weights.params["layers"]
             if self._on_cpu:
                 # Slices of numpy arrays are views, which JAX uses in place: there is no second copy of the weights.
                 views = arrange_layers(jax.tree.map(np.asarray, stacked), layout)
-                weights.runs[key] = jax.tree.map(jax.device_put, views)
+                weights.repetitions[key] = jax.tree.map(jax.device_put, views)
             else:
-                weights.runs[key] = arrange_layers(stacked, layout)
-        return {"token_embedder": weights.params["token_embedder"], "layers": weights.runs[key]}
+                weights.repetitions[key] = arrange_layers(stacked, layout)
+        return {"token_embedder": weights.params["token_embedder"], "layers": weights.repetitions[key]}
 
-    def layout(self, structure: Sequence[LayerStructure], follows: Sequence[bool], capacity: int) -> Layout:
+    def layout(self, structure: Sequence[LayerStructure], follows: Sequence[bool], capacity: int) -> CacheLayout:
         """The layout of a cache for sequences of at most `capacity` tokens; see `cache.plan`.
 
         Raises:
@@ -265,3 +266,118 @@ class ForwardPasses:
             return jax.jit(traced)
 
         self.apply, self.token_loss = counted(model.apply), counted(model.token_loss)
+
+
+CHUNK = 512  # tokens per chunk
+
+
+class ChunkedForward(Programs):
+    """The losses and hidden states of a forward pass, for sequences that are too long for one pass.
+
+    A pass over a whole sequence has the activations of all its tokens in memory. This one has those of a chunk, and the
+    keys and values of all layers. All chunks use the schedule for the whole length, so that the result does not depend
+    on the chunks.
+
+    Args:
+      config, mesh, rules: as `Programs` takes them.
+      chunk: tokens per chunk.
+    """
+
+    def __init__(
+        self, config: ModelConfig, mesh: Mesh | None = None, rules: AxisRules | None = None, chunk: int = CHUNK
+    ):
+        # A scan compiles faster, and its cost per call is small for a chunk.
+        super().__init__(config, mesh, rules, scan=config.scan)
+        self.chunk = chunk
+        self._prepared: tuple[Params, DecodingWeights] | None = None  # for the last parameters
+        self._losses = jax.jit(self._forward_losses, donate_argnames=("cache",))
+        self._hidden = jax.jit(self._forward_hidden, donate_argnames=("cache", "found"))
+
+    def losses(
+        self,
+        params: Params,
+        tokens: Int[np.ndarray, "B T"],
+        targets: Int[np.ndarray, "B T"],
+        schedule: Schedule,
+        progress: Callable[[int], None] = lambda _: None,
+    ) -> Float32[np.ndarray, "B T"]:
+        """Cross-entropy of every target in nats; `progress` is called with the tokens done in each sequence."""
+        results = []
+        weights, cache, placed = self._begin(params, tokens, schedule)
+        for start in range(0, tokens.shape[1], self.chunk):
+            part, wanted = (part_of(x, start, self.chunk) for x in (tokens, targets))
+            with self.on_mesh():
+                loss, cache = self._losses(weights, cache, part, wanted, np.int32(start), placed)
+            # The host waits one chunk behind, so that the device always has the next one.
+            results.append(loss)
+            if len(results) > 1:
+                results[-2] = fetch(results[-2])
+            progress(min(start + self.chunk, tokens.shape[1]))
+        return np.concatenate([fetch(loss) for loss in results], axis=1)[:, : tokens.shape[1]]
+
+    def hidden(
+        self,
+        params: Params,
+        tokens: Int[np.ndarray, "B T"],
+        at: Int[np.ndarray, "B Q"],
+        schedule: Schedule,
+        progress: Callable[[int], None] = lambda _: None,
+    ) -> Float[Array, "B Q D"]:
+        """The output of the final norm at chosen positions of each sequence."""
+        config = self.model.config
+        found = self.place(jnp.zeros((*at.shape, config.d_model), config.dtype))
+        weights, cache, placed = self._begin(params, tokens, schedule)
+        for start in range(0, tokens.shape[1], self.chunk):
+            part = part_of(tokens, start, self.chunk)
+            with self.on_mesh():
+                found, cache = self._hidden(
+                    weights, cache, found, part, np.asarray(at, np.int32), np.int32(start), placed
+                )
+            progress(min(start + self.chunk, tokens.shape[1]))
+        return found
+
+    def _begin(self, params: Params, tokens: np.ndarray, schedule: Schedule) -> tuple[Any, Cache, Schedule]:
+        """The weights as `forward` takes them, an empty cache, and the schedule on the devices."""
+        count, length = tokens.shape
+        # The capacity is a multiple of a quarter of the next power of two: for few programs, and little unused memory.
+        unit = max(self.chunk, 1 << max(0, (length - 1).bit_length() - 2))
+        layout = self.layout(schedule.structure, (False,) * schedule.num_layers, -(-length // unit) * unit)
+        if self._prepared is None or self._prepared[0] is not params:
+            self._prepared = (params, self.prepare(params))
+        with self.on_mesh():
+            return self.arranged(self._prepared[1], layout), self.allocate(layout, count), self.place(schedule)
+
+    def _normalized(
+        self, params: Any, cache: Cache, tokens: jax.Array, start: jax.Array, schedule: Schedule
+    ) -> tuple[Float[Array, "B C D"], Cache]:
+        B, C = tokens.shape
+        chunk = chunk_of(tokens, start, jnp.broadcast_to(start + C, (B,)))
+        x, cache = self.forward(params, cache, chunk, schedule)
+        return self.model.final_norm(params, x), cache
+
+    def _forward_losses(
+        self,
+        params: Any,
+        cache: Cache,
+        tokens: Int[Array, "B C"],
+        targets: Int[Array, "B C"],
+        start: Int[Array, ""],
+        schedule: Schedule,
+    ) -> tuple[Float[Array, "B C"], Cache]:
+        self.traces["losses", *tokens.shape, cache.layout.capacity] += 1
+        x, cache = self._normalized(params, cache, tokens, start, schedule)
+        return cross_entropy(x, self.model.unembedding(params), targets), cache
+
+    def _forward_hidden(
+        self,
+        params: Any,
+        cache: Cache,
+        found: Float[Array, "B Q D"],
+        tokens: Int[Array, "B C"],
+        at: Int[Array, "B Q"],
+        start: Int[Array, ""],
+        schedule: Schedule,
+    ) -> tuple[Float[Array, "B Q D"], Cache]:
+        self.traces["hidden", *tokens.shape, cache.layout.capacity] += 1
+        x, cache = self._normalized(params, cache, tokens, start, schedule)
+        return outputs_at(at, x, start, found), cache

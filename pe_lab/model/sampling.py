@@ -24,7 +24,7 @@ class Sampling:
       top_k: keeps the k most likely tokens, and ties with the last of them; 0 = all.
       top_p: keeps of these the most likely tokens that together reach this probability (Holtzman et al. 2020), and ties
         with the last of them; 1 = all.
-      seed: of the draws. A draw is a function of the seed, the row's number in the batch and the position.
+      seed: of the draws. A draw is a function of the seed, the sequence's number in the batch and the position.
     """
 
     temperature: float = 0.0
@@ -68,14 +68,14 @@ class Draw:
 
 
 def choose(
-    logits: Float[Array, "B V"], draw: Draw, rows: Int[Array, " B"], positions: Int[Array, " B"]
+    logits: Float[Array, "B V"], draw: Draw, sequences: Int[Array, " B"], positions: Int[Array, " B"]
 ) -> Int[Array, " B"]:
-    """One token per row.
+    """One token per sequence.
 
     Args:
       logits: float32.
       draw: of a `Sampling`.
-      rows: number of each row.
+      sequences: the number of each.
       positions: of the token that is chosen.
     """
     if draw.kind == "greedy":
@@ -84,11 +84,11 @@ def choose(
     if draw.kind == "filtered":
         logits = jnp.where(remaining(logits, draw.top_k, draw.top_p), logits, -jnp.inf)
 
-    def one(logits: jax.Array, row: jax.Array, position: jax.Array) -> jax.Array:
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(draw.seed), row), position)
+    def one(logits: jax.Array, sequence: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(draw.seed), sequence), position)
         return jax.random.categorical(key, logits)
 
-    return jax.vmap(one)(logits, rows, positions).astype(jnp.int32)
+    return jax.vmap(one)(logits, sequences, positions).astype(jnp.int32)
 
 
 def remaining(

@@ -1,8 +1,9 @@
-"""The shape of a model: its completed config, its runs of equal layers, and the FLOPs of a train step."""
+"""The shape of a model: its completed config, its repeated layers, and the FLOPs of a train step."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from pe_lab.attention import IMPLEMENTATIONS
 from pe_lab.attention.key_block import RESIDUALS
 from pe_lab.config import ModelConfig, check_bounds
 from pe_lab.errors import ConfigError, did_you_mean
-from pe_lab.model.modules import ACTIVATIONS, NORMS, QK_NORMS
+from pe_lab.model.modules import ACTIVATIONS, FEED_FORWARDS, NORMS, QK_NORMS, parameter_sizes
 from pe_lab.positional import LayerStructure
 
 _products = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
@@ -50,6 +51,12 @@ def complete(config: ModelConfig) -> ModelConfig:
         raise ConfigError(f"model.head_dim is {config.head_dim}; it must be even, since channels rotate in pairs.")
     if config.vocab_size < 1:
         raise ConfigError(f"model.vocab_size is {config.vocab_size}; it must be positive.")
+    if config.feed_forward not in ("", *FEED_FORWARDS):
+        advice = did_you_mean(config.feed_forward, [*FEED_FORWARDS]) if FEED_FORWARDS else "None is registered."
+        raise ConfigError(
+            f"model.feed_forward: there is no '{config.feed_forward}'. {advice} Import the file that registers it, in "
+            "the recipe or by --encodings=FILE.py."
+        )
     for field, allowed in (("norm", NORMS), ("activation", ACTIVATIONS), ("qk_norm", QK_NORMS)):
         value = getattr(config, field)
         if value not in allowed:
@@ -68,12 +75,24 @@ def complete(config: ModelConfig) -> ModelConfig:
 def least_parameters(config: ModelConfig) -> int:
     """The parameters of the matrices of a completed config, by arithmetic alone; norms and biases are left out."""
     attention = 2 * config.d_model * config.head_dim * (config.heads + config.kv_heads)
-    feed_forward = (3 if config.gated_mlp else 2) * config.d_model * config.d_ff
     embeddings = (1 if config.tie_embeddings else 2) * config.vocab_size * config.d_model
-    return config.layers * (attention + feed_forward) + embeddings
+    return config.layers * (attention + feed_forward_weights(config)) + embeddings
 
 
-class Run(NamedTuple):
+def feed_forward_weights(config: ModelConfig) -> int:
+    """The parameters of one layer's feed-forward that a token is multiplied with; norms and biases are left out.
+
+    A registered class says it by `active_weights(config)`, a static method; without one, all of its matrices count.
+    """
+    if not config.feed_forward:
+        return (3 if config.gated_mlp else 2) * config.d_model * config.d_ff
+    kind = FEED_FORWARDS[config.feed_forward]
+    if hasattr(kind, "active_weights"):
+        return kind.active_weights(config)
+    return sum(math.prod(shape) for shape in parameter_sizes(kind, config) if len(shape) > 1)
+
+
+class Repetition(NamedTuple):
     """Layers `start` .. `start + period * repeats`, whose structure repeats with `period`."""
 
     start: int
@@ -81,22 +100,22 @@ class Run(NamedTuple):
     repeats: int
 
 
-def runs(structure: Sequence[Hashable]) -> list[Run]:
-    """The runs of a stack of layers, each the repetition of a pattern; only one period of each run is compiled.
+def repetitions(structure: Sequence[Hashable]) -> list[Repetition]:
+    """The repetitions that make up a stack of layers; only one period of each is compiled.
 
     Greedy from the first layer: at each layer, the pattern that saves most layers is taken, the shorter one among
-    equals. 3 windowed + 1 full, repeated, is one run of period 4; 12 rotary layers before 12 without are two runs of
+    equals. 3 windowed + 1 full, repeated, is one of period 4; 12 rotary layers before 12 without are two of
     period 1.
     """
     found, start, total = [], 0, len(structure)
     while start < total:
-        best = Run(start, 1, 1)
+        best = Repetition(start, 1, 1)
         for period in range(1, (total - start) // 2 + 1):
             pattern, repeats = structure[start : start + period], 1
             while structure[start + period * repeats : start + period * (repeats + 1)] == pattern:
                 repeats += 1
             if period * (repeats - 1) > best.period * (best.repeats - 1):
-                best = Run(start, period, repeats)
+                best = Repetition(start, period, repeats)
         found.append(best)
         start += best.period * best.repeats
     return found
@@ -135,8 +154,8 @@ def train_flops_per_token(
       structure: of the layers; their windows matter for the causal count. None: full attention.
     """
     D, H, G, K, T = config.d_model, config.heads, config.kv_heads, config.head_dim, sequence_length
-    mlp = (3 if config.gated_mlp else 2) * D * config.d_ff
-    weights = config.layers * (2 * D * H * K + 2 * D * G * K + mlp) + D * config.vocab_size
+    of_layer = 2 * D * H * K + 2 * D * G * K + feed_forward_weights(config)
+    weights = config.layers * of_layer + D * config.vocab_size
     full = causal = 6.0 * weights
     for n in range(config.layers):
         window = structure[n].window if structure else None

@@ -310,7 +310,8 @@ def time_chart(run: RunFiles) -> Markup:
     """The time of a run by what it went to: a bar for each start, and one for their sum; "" without a ledger."""
     if not run.ledger:
         return Markup("")
-    from pe_lab.training.ledger import BUCKETS, balance, whole_records  # jax is slow to import
+    from pe_lab.storage.run_files import whole_records
+    from pe_lab.training.ledger import BUCKETS, balance  # jax is slow to import
 
     found = balance(whole_records(run.ledger))
     if not found.wall:

@@ -97,7 +97,7 @@ def work_out(run: RunFiles) -> Results:
         verdict = Verdict(words, "missing")
     if run.analyses and not any(found.values()):
         titles = [analysis_title(directory, analysis.name) for directory, analysis in run.analyses.items()]
-        verdict = Verdict(f"Studied here: {listing(titles)}.", "missing")
+        verdict = Verdict(f"Analyzed here: {listing(titles)}.", "missing")
     verdict = replace(verdict, cautions=cautions(run))
     styles = assign_styles(variants_of([table for tables in found.values() for table in tables]))
     return Results(run, found, asked, verdict, styles)

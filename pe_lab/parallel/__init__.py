@@ -1,15 +1,20 @@
 """The device mesh, logical axes, and the start of several processes."""
 
-from pe_lab.parallel.global_arrays import fetch, put
 from pe_lab.parallel.host_memory import check_memory, host_memory, keep_freed_memory, return_freed_memory
-from pe_lab.parallel.mesh import balanced_order, check_batch, make_mesh, mesh_shape, padded_length
 from pe_lab.parallel.processes import has_accelerator, hide_absent_tpu, start_processes
 from pe_lab.parallel.sharding import (
     AxisRules,
+    balanced_order,
+    check_batch,
     constrain,
     context_size,
     current_mesh,
+    fetch,
+    make_mesh,
+    mesh_shape,
+    padded_length,
     platform,
+    put,
     sharding_axes,
     slots_are_sharded,
     use_mesh,

@@ -1,31 +1,203 @@
-"""Options of the compiler for a train step, by the kind of chip: which collectives run beside the computation.
+"""The compiler: the devices to compile for without having them, and its options for a train step.
 
-The compiler's defaults (libtpu 0.0.51) already schedule for hidden latency, and on v5e run all-gathers beside matrix
-products. What they leave out is below, with its effect on a step; `pe_lab.plan --explain` shows it for any recipe, and
-`config.compiler_options` overrides each (`--config.compiler_options.NAME=VALUE`; "" removes one).
-
-- v5p, v6e and TPU7x have SparseCores, which can run collectives while the TensorCore computes. Of the bytes that a step
-  of an 8B model on v5p:4x4x4 sends, 96% then overlap with computation instead of 0%; and reduce-scatters over all three
-  axes of a torus are reduce-scatters, which otherwise are compiled as all-reduces of twice the bytes (40.6 GiB instead
-  of 54.3). 1.5B on v6e:16x16: 85% instead of 0%.
-- v4 and v5e have none. Options of earlier libtpu releases for them (data-parallel overlap, asynchronous all-reduce,
-  backward pipelining of all-gathers) give the same program as the defaults, and fusing reduce-scatters with products
-  exceeds VMEM (docs/log.md).
-- GPUs: the weights of a layer are gathered while the layer before computes. Of the bytes that all-gathers of a 494M
-  model send on h100:8, 96% then overlap with computation instead of 0%, for 3% more memory; 8B on h100:16: 92% instead
-  of 91%. XLA of JAX 0.10 does so across micro-batches too, for 58% more memory (of JAX 0.12, 3%): there it is off with
-  `accumulate`. The latency-hiding scheduler is on by default. The other options that pipeline or combine collectives
-  change nothing, or send less beside computation (docs/log.md).
-- CPUs: a step that may skip its update overwrites moments that the new parameters are computed from. XLA copies them
-  first unless it analyzes in which order they are used: 1.6% of the processor time of a 4M model's step.
+TPU slices are compiled for by libtpu, GPUs by JAX's CUDA plugin, CPUs as virtual ones.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
+import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+
+from pe_lab.config import TOPOLOGIES
+from pe_lab.errors import ConfigError, UnsupportedError
+from pe_lab.parallel.topology import GENERATIONS, Topology
+
+
+class NoCompiler(Exception):
+    """No compiler on this machine supports the topology. The message says how to get one."""
+
+
+def topology_devices(topology: Topology) -> list[Any]:
+    """Devices to compile for: this machine's, virtual CPUs, or accelerators that only the compiler knows.
+
+    Raises:
+      NoCompiler: accelerators, without their compiler.
+      ConfigError: there is no slice of this shape.
+      UnsupportedError: JAX has started with fewer CPU devices.
+    """
+    if topology.kind == "local":
+        return list(jax.devices())
+    if topology.kind == "cpu":
+        if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+            with contextlib.suppress(RuntimeError):  # JAX has started, and keeps its devices
+                jax.config.update("jax_num_cpu_devices", topology.count)
+        devices = jax.devices("cpu")
+        if len(devices) < topology.count:
+            raise UnsupportedError(f"--topology={topology.text}: JAX has started with {len(devices)} CPU devices.")
+        return list(devices[: topology.count])
+    return _gpu_devices(topology) if topology.kind == "gpu" else _slice_devices(topology)
+
+
+def compiler_name(topology: Topology) -> str:
+    """The compiler of the programs for a topology, with its version: `libtpu 0.0.51`."""
+    return f"libtpu {libtpu_version()}" if topology.kind == "tpu" else f"XLA of jax {jax.__version__}"
+
+
+def libtpu_version() -> str:
+    """The version of the TPU compiler on this machine, or "" where there is none."""
+    return _version("libtpu")
+
+
+def missing_for_gpus() -> list[str]:
+    """The packages that compiling for GPUs needs and this machine lacks; all are in the extra `gpu`."""
+    nvidia = ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-nvjitlink", "nvidia-cudnn-cu13")
+    return [name for name in ("jax-cuda13-plugin", "jax-cuda13-pjrt", *nvidia) if not _version(name)]
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _slice_devices(topology: Topology) -> list[Any]:
+    if not libtpu_version():
+        raise NoCompiler("libtpu is not installed: pip install 'pe-lab[aot]' (Linux), no TPU needed")
+    from jax.experimental import topologies
+
+    # Compiling uses no chip: several processes may do it at once, beside a run. Without a TPU, the other variables
+    # keep libtpu from querying a metadata server and from printing warnings.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+    name = topology.text.partition(":")[0]
+    options: dict[str, Any] = {"wrap": wrap_around(topology)}
+    if topology.slices > 1:
+        options["num_slices"] = topology.slices
+    if config := GENERATIONS[name].chip_config:
+        options["chip_config_name"] = config
+    try:
+        return list(topologies.get_topology_desc(topology.text, platform="tpu", **options).devices)
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).splitlines()[0]
+        if "INVALID_ARGUMENT" in reason:
+            raise ConfigError(
+                f"--topology: no slice is '{topology.text}' ({reason}). Examples: {TOPOLOGIES}."
+            ) from None
+        raise NoCompiler(f"libtpu does not start: {reason}") from None
+
+
+def wrap_around(topology: Topology) -> tuple[bool, bool, bool]:
+    """Whether the last chip of each physical axis of a TPU slice is linked to the first.
+
+    libtpu leaves these links out by default, and then compiles gathers as all-reduces. v4, v5p and TPU7x: all axes wrap
+    around if the slice consists of whole cubes of 4 x 4 x 4, which optical switches connect. v5e and v6e: an axis of 16
+    wraps around. Source: "How to Scale Your Model" (jax-ml.github.io/scaling-book), part 2.
+    """
+    sizes = topology.shape
+    if len(sizes) == 3:
+        whole = all(size % 4 == 0 for size in sizes)
+        return whole, whole, whole
+    return sizes[0] == 16, sizes[1] == 16, False
+
+
+class _Gpu(NamedTuple):
+    """What XLA asks of a GPU to compile for it, from CUDA's tables of compute capabilities and NVIDIA's data sheets.
+
+    `shared`: KiB of shared memory of a multiprocessor, of which a block may use all but one.
+    """
+
+    description: str
+    capability: tuple[int, int]
+    cores: int
+    clock_ghz: float
+    lanes: int  # float32 units of a multiprocessor
+    shared: int
+    l2_mib: int
+
+
+_GPUS = {
+    "a100": _Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 1.41, 64, 164, 40),
+    "h100": _Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 1.98, 128, 228, 50),
+    "h200": _Gpu("NVIDIA H200", (9, 0), 132, 1.98, 128, 228, 50),
+    "b200": _Gpu("NVIDIA B200", (10, 0), 148, 1.965, 128, 228, 126),
+}
+
+
+def _gpu_devices(topology: Topology) -> list[Any]:
+    """The GPUs of one node, or of several nodes, each of them a process."""
+    if missing := missing_for_gpus():
+        raise NoCompiler(f"without {', '.join(missing)}: pip install 'pe-lab[gpu]' (Linux), no GPU needed")
+    from jax.experimental import topologies
+
+    shape = f"1x{topology.nodes}x{topology.count // topology.nodes}"  # partitions x nodes x GPUs of each
+    try:
+        devices = topologies.get_topology_desc(
+            platform="cuda", target_config=_target_config(topology), topology=shape
+        ).devices
+    except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
+        raise NoCompiler(f"JAX's CUDA plugin does not start: {str(error).splitlines()[0]}") from None
+    return list(devices)
+
+
+def _target_config(topology: Topology) -> str:
+    """A `stream_executor.GpuTargetConfigProto` of XLA, as text."""
+    gpu = _GPUS[topology.text.partition(":")[0]]
+    major, minor = gpu.capability
+    limits = {
+        "threads_per_block_limit": 1024,
+        "threads_per_warp": 32,
+        "shared_memory_per_block": 48 * 1024,
+        "shared_memory_per_core": gpu.shared * 1024,
+        "shared_memory_per_block_optin": (gpu.shared - 1) * 1024,
+        "threads_per_core_limit": 2048,
+        "core_count": gpu.cores,
+        "fpus_per_core": gpu.lanes,
+        "block_dim_limit_x": 2**31 - 1,
+        "block_dim_limit_y": 2**16 - 1,
+        "block_dim_limit_z": 2**16 - 1,
+        "memory_bandwidth": int(topology.chip.bandwidth),
+        "l2_cache_size": gpu.l2_mib * 2**20,
+        "clock_rate_ghz": gpu.clock_ghz,
+        "device_memory_size": topology.chip.memory,
+        "registers_per_core_limit": 2**16,
+        "registers_per_block_limit": 2**16,
+    }
+    info = " ".join(f"{name}: {value}" for name, value in limits.items())
+    return (
+        f"gpu_device_info {{ {info} cuda_compute_capability {{ major: {major} minor: {minor} }} }} "
+        'platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } runtime_version { major: 12 minor: 8 } '
+        f'device_description_str: "{gpu.description}"'
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Options for a train step, by the kind of chip: which collectives run beside the computation.
+#
+# The compiler's defaults (libtpu 0.0.51) already schedule for hidden latency, and on v5e run all-gathers beside
+# matrix products. What they leave out is below, with its effect on a step; `pe_lab.plan --explain` shows it for any
+# recipe, and `config.compiler_options` overrides each (`--config.compiler_options.NAME=VALUE`; "" removes one).
+# - v5p, v6e and TPU7x have SparseCores, which can run collectives while the TensorCore computes. Of the bytes that a
+#   step of an 8B model on v5p:4x4x4 sends, 96% then overlap with computation instead of 0%; and reduce-scatters over
+#   all three axes of a torus are reduce-scatters, which otherwise are compiled as all-reduces of twice the bytes
+#   (40.6 GiB instead of 54.3). 1.5B on v6e:16x16: 85% instead of 0%.
+# - v4 and v5e have none. Options of earlier libtpu releases for them (data-parallel overlap, asynchronous all-reduce,
+#   backward pipelining of all-gathers) give the same program as the defaults, and fusing reduce-scatters with
+#   products exceeds VMEM (docs/log.md).
+# - GPUs: the weights of a layer are gathered while the layer before computes. Of the bytes that all-gathers of a 494M
+#   model send on h100:8, 96% then overlap with computation instead of 0%, for 3% more memory; 8B on h100:16: 92%
+#   instead of 91%. XLA of JAX 0.10 does so across micro-batches too, for 58% more memory (of JAX 0.12, 3%): there it
+#   is off with `accumulate`. The latency-hiding scheduler is on by default. The other options that pipeline or
+#   combine collectives change nothing, or send less beside computation (docs/log.md).
+# - CPUs: a step that may skip its update overwrites moments that the new parameters are computed from. XLA copies
+#   them first unless it analyzes in which order they are used: 1.6% of the processor time of a 4M model's step.
 
 _OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload_"
 _SPARSE_CORES: dict[str, Any] = {

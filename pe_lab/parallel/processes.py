@@ -59,6 +59,17 @@ def start_processes() -> None:
         jax.distributed.initialize(**devices)
 
 
+def coordination() -> Any:
+    """The state of `jax.distributed`: the client of its key-value store, this process's number, how many there are.
+
+    JAX has no public way to the store, which takes values of any form from any thread, and serves processes that run no
+    collective. This is the one place that needs it: pyproject.toml bounds the version of JAX for it.
+    """
+    from jax._src import distributed
+
+    return distributed.global_state
+
+
 def _one_of_several() -> bool:
     """Whether this process is one of several, by the environment or by the metadata of a TPU VM."""
     counts = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "MEGASCALE_NUM_SLICES")

@@ -1,4 +1,4 @@
-"""Requests to stop: SIGTERM, SIGINT, and the notice that a cloud gives before it takes a machine away."""
+"""What ends a process: SIGTERM and SIGINT, the notice of a cloud that takes the machine away, a peer that is lost."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
 import threading
 import time
 import urllib.error
@@ -17,17 +18,21 @@ from typing import Any
 import jax
 
 from pe_lab.output import tell_at_once
+from pe_lab.parallel.processes import coordination
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SAME_SECONDS = 1.0  # within which a signal that comes again is the same request: make and timeout both pass it on
 PATIENCE = 10.0  # seconds; a program that compiles for longer than that is ended, where there is nothing to save
+BEAT_SECONDS = 3.0
+LOST_SECONDS = 25.0  # without a beat
+ALIVE = "pe_lab/alive"
 NOTICES = {"preempted": ("TRUE",), "maintenance-event": ("TERMINATE_ON_HOST_MAINTENANCE",)}
 
 
-class Stopped(BaseException):
+class Stopped(KeyboardInterrupt):
     """The command was asked to stop. Its state is saved, and the same command continues from it.
 
-    Like `KeyboardInterrupt` it is no `Exception`: what handles errors, such as that of a damaged file, lets it pass.
+    It is no `Exception`: what handles errors, such as that of a damaged file, lets it pass.
     """
 
 
@@ -45,7 +50,10 @@ class StopRequests:
         raises `Stopped` in the main thread, or ends the process with status 75 after `PATIENCE` seconds.
       agreed: whether several processes have agreed to stop.
       raised: whether `Stopped` was raised, at any point of the main thread.
+      whole_process: whether a request is one to end the process.
     """
+
+    whole_process = True
 
     def __init__(self) -> None:
         self.received: int | None = None
@@ -147,20 +155,46 @@ class StopRequests:
             os._exit(os.EX_TEMPFAIL)
 
 
+class Interrupts(StopRequests):
+    """SIGINT of a process that goes on, such as a notebook. It is never ended, and SIGTERM is its own.
+
+    The first one asks for a save where there is something to save. Elsewhere, and the second time, it is an ordinary
+    `KeyboardInterrupt`.
+    """
+
+    whole_process = False
+
+    def take_sigterm(self) -> None:
+        """Nothing."""
+
+    @contextlib.contextmanager
+    def _installed(self) -> Iterator[None]:
+        handler = signal.signal(signal.SIGINT, self._handle)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, handler)
+
+    def _handle(self, number: int, frame: Any) -> None:
+        if self.received is not None or not self.can_save:
+            raise KeyboardInterrupt
+        self.received = number
+
+
 _active: StopRequests | None = None
 
 
 @contextlib.contextmanager
-def stop_requests() -> Iterator[StopRequests]:
+def stop_requests(kind: type[StopRequests] = StopRequests) -> Iterator[StopRequests]:
     """Takes SIGTERM and SIGINT for the block; inside another such block, the outer one's requests are meant.
 
     Outside the main thread no signal is taken.
     """
     global _active
     if _active is not None or threading.current_thread() is not threading.main_thread():
-        yield _active or StopRequests()
+        yield _active or kind()
         return
-    _active = StopRequests()
+    _active = kind()
     try:
         with _active._installed():
             yield _active
@@ -220,3 +254,110 @@ def _watch(key: str) -> None:
                 _active.noticed = True
             os.kill(os.getpid(), signal.SIGTERM)
             return
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Lost processes
+
+
+class _PeerWatch:
+    """Tells the others through the key-value store of `jax.distributed` that this process lives, and watches them.
+
+    A beat is `NUMBER HOST`, the last one `done`.
+    """
+
+    def __init__(self, client: Any, index: int, count: int):
+        self._client, self._index = client, index
+        self._seen = dict.fromkeys(range(count), ("", time.monotonic()))  # the last beat of each, and when it was new
+        self._lock, self._done = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lost processes", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+        if self._index:
+            # Without process 0, which serves the store, XLA's client aborts this process with a stack of addresses. It
+            # calls no function of Python's before, so abort's own signal is taken, in the thread that aborts.
+            self._handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._aborted)
+            libc = ctypes.CDLL(None)
+            libc.signal.restype = ctypes.c_void_p
+            libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
+            self._restore = libc.signal, libc.signal(signal.SIGABRT, ctypes.cast(self._handler, ctypes.c_void_p))
+
+    def stop(self) -> None:
+        if self._index:
+            set_handler, before = self._restore
+            set_handler(signal.SIGABRT, before)
+        self._done.set()
+        self._thread.join()
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self._beat("done")
+
+    def _beat(self, text: str) -> None:
+        self._client.key_value_set(f"{ALIVE}/{self._index}", text, allow_overwrite=True)
+
+    def _run(self) -> None:
+        number, unreachable = 0, 0
+        while not self._done.is_set():
+            number += 1
+            try:
+                self._beat(f"{number} {socket.gethostname()}")
+                self._look(dict(self._client.key_value_dir_get(ALIVE)))
+                unreachable = 0
+            except jax.errors.JaxRuntimeError:
+                unreachable += 1
+                if unreachable >= 2 and self._index:
+                    self.end([0])  # which serves the store
+            self._done.wait(BEAT_SECONDS)
+
+    def _look(self, beats: dict[str, str]) -> None:
+        now = time.monotonic()
+        for key, beat in beats.items():
+            process = int(key.rpartition("/")[2])
+            if self._seen[process][0] != beat:
+                self._seen[process] = beat, now
+        others = ((process, *seen) for process, seen in self._seen.items() if process != self._index)
+        lost = [process for process, beat, seen in others if beat != "done" and now - seen > LOST_SECONDS]
+        if lost:
+            self.end(lost)
+
+    def _aborted(self, number: int) -> None:
+        host, _, port = coordination().coordinator_address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+        except OSError:
+            self.end([0])  # else it is another abort, which goes on
+
+    def end(self, lost: list[int]) -> None:
+        """Ends this process: collective operations with a lost process never return."""
+        with self._lock:  # the thread or the main thread, one of them
+            hosts = {process: self._seen[process][0].partition(" ")[2] or "an unknown host" for process in lost}
+            names = ", ".join(f"process {process} on {host}" for process, host in hosts.items())
+            text = f"lost {names}: it ended without a word, or its host or network is down. Run the command again."
+            tell_at_once(text)
+            os._exit(os.EX_TEMPFAIL)
+
+    def wait_for_lost(self) -> None:
+        """Waits until a lost process is known, and ends this one; returns if all live."""
+        self._done.wait(LOST_SECONDS + 3 * BEAT_SECONDS)
+
+
+@contextlib.contextmanager
+def lost_processes() -> Iterator[None]:
+    """For the block, watches the other processes of `start_processes`: if one dies, this one ends with status 75.
+
+    The message says which process was lost, and its host. The error of an operation that a lost process took part in
+    is replaced by that message.
+    """
+    state = coordination()
+    if state.client is None:
+        yield
+        return
+    watch = _PeerWatch(state.client, state.process_id, state.num_processes)
+    watch.start()
+    try:
+        yield
+    except (RuntimeError, OSError):
+        watch.wait_for_lost()
+        raise
+    finally:
+        watch.stop()

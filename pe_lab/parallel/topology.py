@@ -12,10 +12,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from pe_lab.config import MeshConfig
+from pe_lab.config import TOPOLOGIES, MeshConfig
 from pe_lab.errors import ConfigError, did_you_mean
-from pe_lab.parallel.mesh import AXES, mesh_shape
 from pe_lab.parallel.processes import GPU_MEMORY_SHARE
+from pe_lab.parallel.sharding import AXES, mesh_shape
 
 GIB = 2**30
 MOST_CHIPS = 2**17
@@ -56,7 +56,7 @@ CHIPS = {
 }
 
 
-class Generation(NamedTuple):
+class TpuGeneration(NamedTuple):
     """A kind of TPU, as libtpu names its slices: dimensions of the shape, JAX devices of a chip, chip configuration."""
 
     dimensions: int
@@ -65,11 +65,11 @@ class Generation(NamedTuple):
 
 
 GENERATIONS = {
-    "v4": Generation(3, chip_config="megacore"),
-    "v5e": Generation(2),
-    "v5p": Generation(3),
-    "v6e": Generation(2),
-    "tpu7x": Generation(3, devices=2),
+    "v4": TpuGeneration(3, chip_config="megacore"),
+    "v5e": TpuGeneration(2),
+    "v5p": TpuGeneration(3),
+    "v6e": TpuGeneration(2),
+    "tpu7x": TpuGeneration(3, devices=2),
 }
 GPUS_OF_NODE = 8
 _ALIASES = {"gpu": "h100", "v7x": "tpu7x", "tpuv7x": "tpu7x", "ironwood": "tpu7x", "trillium": "v6e"}
@@ -88,10 +88,6 @@ _KINDS = {
     "NVIDIA H200": "h200",
     "NVIDIA B200": "b200",
 }
-KNOWN = (
-    "v4:4x4x4, v5e:16x16, v5p:4x4x4, v6e:8x8, tpu7x:4x4x4 (--slices=N of them); "
-    "a100:8, h100:8, h200:8, b200:8 (gpu:8 is h100:8); cpu:8; local"
-)
 
 
 @dataclass(frozen=True)
@@ -134,12 +130,12 @@ def parse_topology(text: str, slices: int = 1) -> Topology:
         return Topology(text, "local", chip_of(devices[0]), len(devices))
     if name not in CHIPS and name != "cpu":
         near = did_you_mean(name, [*CHIPS, "gpu", "cpu", "local"])
-        raise ConfigError(f"--topology: no chip is called '{name}'. {near} Examples: {KNOWN}.")
+        raise ConfigError(f"--topology: no chip is called '{name}'. {near} Examples: {TOPOLOGIES}.")
     generation = GENERATIONS.get(name, Generation(1))
     example = {1: f"{name}:8", 2: f"{name}:4x4", 3: f"{name}:2x2x1"}[generation.dimensions]
     if not colon or not re.fullmatch("[1-9][0-9]{0,8}(x[1-9][0-9]{0,8})*", shape):
         what = "number of chips" if generation.dimensions == 1 else "shape"
-        raise ConfigError(f"--topology: '{text}' has no {what}. Write it as in {example}. Examples: {KNOWN}.")
+        raise ConfigError(f"--topology: '{text}' has no {what}. Write it as in {example}. Examples: {TOPOLOGIES}.")
     sizes = tuple(int(size) for size in shape.split("x"))
     if len(sizes) != generation.dimensions:
         numbers = "1 number" if generation.dimensions == 1 else f"{generation.dimensions} numbers"
@@ -151,7 +147,7 @@ def parse_topology(text: str, slices: int = 1) -> Topology:
                 f"{message}, as in {example}. For {sizes[-1]} slices of {slice_of}: "
                 f"--topology={name}:{slice_of} --slices={sizes[-1]}."
             )
-        raise ConfigError(f"{message}, as in {example}. Examples: {KNOWN}.")
+        raise ConfigError(f"{message}, as in {example}. Examples: {TOPOLOGIES}.")
     if math.prod(sizes) * slices > MOST_CHIPS:
         raise ConfigError(f"--topology: '{text}' is more than {MOST_CHIPS:,} chips.")
     kind = "tpu" if name in GENERATIONS else "cpu" if name == "cpu" else "gpu"

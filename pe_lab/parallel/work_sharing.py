@@ -18,10 +18,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
-from jax._src import distributed
 
 from pe_lab.errors import UserError
-from pe_lab.parallel.processes import start_processes
+from pe_lab.parallel.processes import coordination, start_processes
 
 Piece = TypeVar("Piece")
 Result = TypeVar("Result")
@@ -30,7 +29,7 @@ EXCHANGE_MILLISECONDS = 3_600_000  # a process that is lost ends the others long
 FAILURE = "pe_lab/failure"
 
 
-class _Program:
+class _SharedProgram:
     """This process among the others of the program.
 
     Attributes:
@@ -48,7 +47,7 @@ class _Program:
 
     def connect(self, together: bool) -> None:
         """Takes the processes that `start_processes` has connected."""
-        state = distributed.global_state
+        state = coordination()
         self.client, self.together = state.client, together
         if self.client is not None:
             self.index, self.count = state.process_id, state.num_processes
@@ -65,7 +64,7 @@ class Exchange:
       owners: the process of each piece.
     """
 
-    def __init__(self, program: _Program, number: int, owners: Sequence[int]):
+    def __init__(self, program: _SharedProgram, number: int, owners: Sequence[int]):
         self._program, self._client, self._owners = program, program.client, owners
         self._name = f"pe_lab/{number}"
         self._digest = f"{len(owners)}-{zlib.crc32(repr(list(owners)).encode())}"
@@ -121,7 +120,7 @@ def _stored(client: Any, key: str) -> bytes | None:
         raise
 
 
-_program = _Program()
+_program = _SharedProgram()
 
 
 @contextlib.contextmanager
@@ -276,7 +275,7 @@ def all_values(name: str, value: bytes, done: Sequence[str] = ()) -> list[bytes]
       value: this process's.
       done: the names of earlier exchanges, which all processes have left; their values are removed.
     """
-    state = distributed.global_state
+    state = coordination()
     if state.client is None:
         return [value]
     client = state.client
@@ -290,7 +289,7 @@ def all_values(name: str, value: bytes, done: Sequence[str] = ()) -> list[bytes]
 
 def give_value(name: str, value: bytes) -> None:
     """Gives this process's value of an exchange, and does not wait for those of the others; see `all_values`."""
-    state = distributed.global_state
+    state = coordination()
     if state.client is not None:
         state.client.key_value_set_bytes(_key(name, state.process_id), value)
 

@@ -1,37 +1,29 @@
-"""The plan of a recipe on a topology: its numbers before anything is compiled or run."""
+"""The plan of a recipe on a topology: its numbers, what the compiler makes of its steps, and what to change."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from jax.sharding import Mesh
+import jax
 
-from pe_lab import storage
-from pe_lab.config import Config, DataConfig
-from pe_lab.data.needles import NeedleOptions, place_symbols
-from pe_lab.data.shards import METADATA_FILE, read_metadata
-from pe_lab.data.tokenizers import load_tokenizer, training_size
+from pe_lab.config import Config
 from pe_lab.errors import ConfigError, UserError
-from pe_lab.model import Flops, Model, train_flops_per_token
+from pe_lab.model import Flops, Model
 from pe_lab.model.distillation import DistilledInputs, learns
-from pe_lab.parallel import AxisRules, check_batch, make_mesh
-from pe_lab.parallel.ahead_of_time import compiler_name, topology_devices
+from pe_lab.parallel import make_mesh
+from pe_lab.parallel.compiler import compiler_name, topology_devices
 from pe_lab.parallel.topology import CHIPS, Topology, placeholder_mesh
-from pe_lab.planning.buffers import largest_buffers
 from pe_lab.planning.compiled_memory import Compiled, analyze, analyze_program
-from pe_lab.planning.hlo import parse
+from pe_lab.planning.hlo import largest_buffers, parse
 from pe_lab.planning.report import StepReport, report_step
 from pe_lab.positional import Layer, Rope, build_schedule, label
-from pe_lab.storage import AnyPath, is_file
-from pe_lab.training.inputs import distilled_loss
-from pe_lab.training.memory import Estimate, estimate_memory, step_inputs
-from pe_lab.training.muon import newton_schulz_flops
-from pe_lab.training.optimizer import make_optimizer
-from pe_lab.training.run import PhasePlan, open_pipeline, phase_models, plan_phases, vocabulary
+from pe_lab.training.plan import Estimate, PhasePlan, RunPlan, plan_run, prepared_directories, read_given, step_shapes
+from pe_lab.training.run import open_pipeline
+from pe_lab.training.start import distilled_loss
 from pe_lab.training.step import compile_train_step
 
 
@@ -59,13 +51,24 @@ class PhaseNumbers:
 
 @dataclass(frozen=True)
 class Plan:
-    """A recipe on a topology: its phases, mesh and first model."""
+    """A recipe on a topology, with the numbers of its phases."""
 
-    config: Config
+    run: RunPlan
     topology: Topology
-    model: Model
-    mesh_shape: dict[str, int]
     phases: tuple[PhaseNumbers, ...]
+
+    @property
+    def config(self) -> Config:
+        return self.run.config
+
+    @property
+    def model(self) -> Model:
+        """Of the first phase."""
+        return self.run.models[0]
+
+    @property
+    def mesh_shape(self) -> dict[str, int]:
+        return {axis: int(size) for axis, size in self.run.mesh.shape.items()}
 
     @property
     def embedding_parameters(self) -> int:
@@ -83,65 +86,34 @@ def make_plan(config: Config, topology: Topology) -> Plan:
     Raises:
       UserError: the recipe would not train: its shapes, encodings, mesh or batch sizes do not fit each other.
     """
-    phases = plan_phases(config)
-    mesh = placeholder_mesh(config.mesh, topology.count, topology.slices)
-    prepared = bool(_prepared(config.data))
+    mesh, given = placeholder_mesh(config.mesh, topology.count, topology.slices), read_given(config)
+    run = plan_run(config, mesh, given, topology.chip)
+    prepared = bool(prepared_directories(config))
     if prepared and any(phase.epochs for phase in config.phases):
-        phases = plan_phases(config := _with_steps(config, phases, mesh))
-    for phase in phases:
-        where = f"config.phases[{phase.index}] ('{phase.name}')"
-        check_batch(phase.config.batch_size, phase.config.accumulate, mesh, where)
-    needed = config.model.vocab_size or _data_vocabulary(config)
-    models = phase_models(config, phases, vocabulary(config, needed), mesh, AxisRules(), topology.chip)
-    numbers = []
-    for phase, model in zip(phases, models, strict=True):
-        flops = train_flops_per_token(model.config, phase.config.sequence_length, phase.schedule.structure)
-        if learns(phase.config.distill):  # a teacher of the model's own shape
-            flops = flops.plus(flops.forward)
-        memory = estimate_memory(model, phase.config, phase.schedule, config.data.segments, mesh, AxisRules())
-        names = ", ".join(dict.fromkeys(label(layer) for layer in phase.layers))
-        optimizer, products = phase.config.optimizer, 0.0
-        if optimizer.name == "muon":
-            products = newton_schulz_flops(optimizer.muon, model.shapes, model.axes)
-        assumed = bool(phase.config.epochs) and not prepared
-        numbers.append(PhaseNumbers(phase, model, names, flops, memory, products, assumed))
-    return Plan(config, topology, models[0], {k: int(v) for k, v in mesh.shape.items()}, tuple(numbers))
+        run = plan_run(_with_steps(run), mesh, given, topology.chip)
+    return Plan(run, topology, tuple(_numbers(run, phase, prepared) for phase in run.phases))
 
 
-def _with_steps(config: Config, phases: Sequence[PhasePlan], mesh: Mesh) -> Config:
+def _numbers(run: RunPlan, phase: PhasePlan, prepared: bool) -> PhaseNumbers:
+    flops = run.flops(phase)
+    if learns(phase.config.distill):  # a teacher of the model's own shape
+        flops = flops.plus(flops.forward)
+    names = ", ".join(dict.fromkeys(label(layer) for layer in phase.layers))
+    assumed = bool(phase.config.epochs) and not prepared
+    model, memory = run.models[phase.index], run.memory(phase)
+    return PhaseNumbers(phase, model, names, flops, memory, run.newton_schulz(phase), assumed)
+
+
+def _with_steps(run: RunPlan) -> Config:
     """The config with the steps of phases that have `epochs`."""
-    found = []
-    for phase in phases:
+    phases = []
+    for phase in run.phases:
         if phase.config.epochs:
-            steps = open_pipeline(config, phase, mesh).steps_of(phase.config.epochs)
-            phase = dataclasses.replace(phase, config=dataclasses.replace(phase.config, steps=steps))
-        found.append(phase.config)
-    return dataclasses.replace(config, phases=tuple(found))
-
-
-def _prepared(data: DataConfig) -> list[AnyPath]:
-    """The prepared directories of a recipe's text; [] if some text is not prepared, or is not here."""
-    text = [source.source for source in data.sources if source.source != "needles"]
-    text = [f"prepared:{data.prepared}"] if data.prepared else text
-    found = [storage.path("data", name.removeprefix("prepared:")) for name in text if name.startswith("prepared:")]
-    return found if len(found) == len(text) and all(is_file(path / METADATA_FILE) for path in found) else []
-
-
-def _data_vocabulary(config: Config) -> int:
-    """The size of the vocabulary of a recipe's data, from the name or the file of its tokenizer."""
-    data = config.data
-    needles = [NeedleOptions.from_mapping(s.options) for s in data.sources if s.source == "needles"]
-    size = training_size(data.tokenizer)
-    try:
-        if prepared := _prepared(data):
-            size = read_metadata(prepared[0]).vocab_size
-        elif data.prepared:
-            size = read_metadata(storage.path("data.prepared", data.prepared)).vocab_size
-        elif size is None:
-            size = load_tokenizer(data.tokenizer).vocab_size
-    except UserError as error:
-        raise type(error)(f"The tokenizer determines the vocabulary. {error} Or set model.vocab_size.") from None
-    return place_symbols(dict(enumerate(needles)), size)[1]
+            steps = open_pipeline(run, phase).steps_of(phase.config.epochs)
+            phases.append(dataclasses.replace(phase.config, steps=steps))
+        else:
+            phases.append(phase.config)
+    return dataclasses.replace(run.config, phases=tuple(phases))
 
 
 def compile_phase(plan: Plan, phase: PhaseNumbers) -> Compiled:
@@ -183,8 +155,9 @@ def _lower(plan: Plan, phase: PhaseNumbers) -> tuple[Any, float]:
     """The lowered train step of a phase, and when that began."""
     mesh = make_mesh(plan.config.mesh, topology_devices(plan.topology))
     config, model = phase.plan.config, phase.model
-    optimizer = make_optimizer(config.optimizer, config.steps, model.axes, learned=model.encoding_settings)
-    state, batch, schedule = step_inputs(model, optimizer, config, phase.plan.schedule, plan.config.data.segments)
+    optimizer = plan.run.optimizer(phase.plan)
+    state, batch = step_shapes(model, optimizer, config, plan.config.data.segments)
+    schedule = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), phase.plan.schedule)
     distilled = None
     if config.distill is not None and learns(config.distill):
         # The teacher's checkpoint is not opened: it has the model's shape, and the encoding before this phase,
@@ -193,10 +166,10 @@ def _lower(plan: Plan, phase: PhaseNumbers) -> tuple[Any, float]:
         layers = plan.phases[index - 1].plan.layers if index else (Layer(Rope()),) * shape.layers
         heads = shape.heads, shape.kv_heads, shape.head_dim
         its = build_schedule(layers, *heads, config.sequence_length)
-        distilled = distilled_loss(model, shape, its, config.distill, mesh, AxisRules())
+        distilled = distilled_loss(model, shape, its, config.distill, mesh, plan.run.rules)
         schedule = DistilledInputs(schedule, distilled[0].teacher.shapes, its)
     start = time.perf_counter()
-    options, rules = plan.config.compiler_options, AxisRules()
+    options, rules = plan.config.compiler_options, plan.run.rules
     step = compile_train_step(model, optimizer, mesh, rules, config.accumulate, options=options, distilled=distilled)
     return step.lower(state, batch, schedule), start
 
@@ -245,3 +218,80 @@ def plan_json(plan: Plan, mfu: float) -> dict[str, Any]:
         "mfu": mfu,
         "chip_hours": {name: plan.chip_hours(chip.peak, mfu) for name, chip in CHIPS.items()},
     }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What to change in a recipe whose step does not fit
+
+RULED_OUT = 1.3  # an estimate that exceeds the memory by this factor is not compiled: estimates are within a quarter
+
+
+def ruled_out(plan: Plan, phase: PhaseNumbers) -> bool:
+    """Whether the estimate leaves no doubt that the step does not fit the chip."""
+    return 0 < plan.topology.chip.memory * RULED_OUT < phase.memory.total
+
+
+def step_advice(plan: Plan, phase: PhaseNumbers, needed: int | None) -> str:
+    """The smallest changes, each alone or else together, with which the step of `phase` would fit; by the estimate.
+
+    `needed`: bytes that the compiler found, by which the estimate is corrected.
+    """
+    memory = plan.topology.chip.memory
+    factor = max(1.0, (needed or 0) / phase.memory.total)
+    found = []
+    for name, values in _settings(plan, phase):
+        for value in values:
+            changed = _estimate(plan, phase, {name: value})
+            if changed is not None and changed * factor <= memory:
+                where = f" (phase '{phase.plan.name}')" if name.startswith("phases.") else ""
+                found.append(f"--config.{name}={value}{where}")
+                break
+    if found:
+        return "Try " + ", or ".join(found) + "."
+    together: dict[str, Any] = {}
+    for name, values in _settings(plan, phase):
+        for value in values:
+            changed = _estimate(plan, phase, together | {name: value})
+            if changed is not None and changed * factor <= memory:
+                together[name] = value
+                return "Try " + " ".join(f"--config.{key}={value}" for key, value in together.items()) + "."
+        together |= {name: values[-1]} if values else {}
+    return "Use more chips."
+
+
+def _settings(plan: Plan, phase: PhaseNumbers) -> Iterator[tuple[str, list[Any]]]:
+    """Keys of the recipe that reduce the memory of a step, each with its values in descending need."""
+    model, mesh, config = phase.model.config, plan.mesh_shape, phase.plan.config
+    remats = ["none", "dots_attention", "dots", "full"]
+    at = remats.index(model.remat) if model.remat in remats else len(remats)
+    yield "model.remat", remats[at + 1 :]
+    yield "model.loss_chunks", [n for n in (2, 4, 8, 16, 32, 64) if n > model.loss_chunks]
+    shards = mesh["data"] // plan.topology.slices
+    yield "mesh.fsdp", [mesh["fsdp"] * n for n in range(2, shards + 1) if shards % n == 0]
+    each = config.batch_size // config.accumulate // (mesh["data"] * mesh["fsdp"])
+    steps = [config.accumulate * n for n in range(2, each + 1) if each % n == 0]
+    yield f"phases.{phase.plan.index}.accumulate", steps
+
+
+def _estimate(plan: Plan, phase: PhaseNumbers, changes: dict[str, Any]) -> int | None:
+    """The estimate of the phase with these keys changed; None if they do not fit each other."""
+    try:
+        changed = make_plan(_changed(plan.config, changes), plan.topology)
+    except UserError:
+        return None
+    return changed.phases[phase.plan.index].memory.total
+
+
+def _changed(config: Config, changes: dict[str, Any]) -> Config:
+    for key, value in changes.items():
+        part, *rest = key.split(".")
+        if part == "phases":
+            phases = list(config.phases)
+            phases[int(rest[0])] = dataclasses.replace(phases[int(rest[0])], **{rest[1]: value})
+            config = dataclasses.replace(config, phases=tuple(phases))
+        else:
+            section = dataclasses.replace(getattr(config, part), **{rest[0]: value})
+            if key == "mesh.fsdp":  # what fsdp takes, data gives
+                section = dataclasses.replace(section, data=-1)
+            config = dataclasses.replace(config, **{part: section})
+    return config

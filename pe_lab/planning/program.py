@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pe_lab.planning.hlo import Instruction, Module, Shape, Step
+from pe_lab.planning.hlo import Execution, Instruction, Module, Shape
 
 COLLECTIVES = (
     "all-gather",
@@ -95,7 +95,7 @@ def collectives(module: Module, mesh: Mapping[str, int], nodes: int = 1) -> list
     return list(found.values())
 
 
-def _exchange(module: Module, step: Step, kind: str, mesh: Mapping[str, int], slices: int) -> Collective:
+def _exchange(module: Module, step: Execution, kind: str, mesh: Mapping[str, int], slices: int) -> Collective:
     payload, size = step.instruction.shapes[0].bytes, math.prod(mesh.values()) // slices
     wire, source = wire_bytes(kind, payload, slices), module.source(step.instruction)
     return Collective(
@@ -103,7 +103,7 @@ def _exchange(module: Module, step: Step, kind: str, mesh: Mapping[str, int], sl
     )
 
 
-def _collective(module: Module, step: Step, kind: str, mesh: Mapping[str, int]) -> Collective:
+def _collective(module: Module, step: Execution, kind: str, mesh: Mapping[str, int]) -> Collective:
     one = step.instruction
     inputs = _operand_shapes(module, step)
     shapes = one.shapes
@@ -147,7 +147,7 @@ def _computes(module: Module, one: Instruction) -> bool:
     return any(_computes(module, each) for body in bodies for each in body)
 
 
-def _operand_shapes(module: Module, step: Step) -> list[Shape]:
+def _operand_shapes(module: Module, step: Execution) -> list[Shape]:
     names = module.by_name[module.home[id(step.instruction)]]
     return [shape for operand in step.instruction.operands for shape in names[operand].shapes]
 
@@ -197,7 +197,7 @@ def product_flops(module: Module) -> int:
     return total
 
 
-def _flops(module: Module, step: Step) -> int:
+def _flops(module: Module, step: Execution) -> int:
     one = step.instruction
     left, right = _operand_shapes(module, step)[:2]
     if one.opcode in ("dot", "custom-call"):
@@ -261,7 +261,7 @@ _NO_TRAFFIC = (
 )  # fmt: skip
 
 
-def _traffic(module: Module, step: Step) -> int:
+def _traffic(module: Module, step: Execution) -> int:
     one = step.instruction
     inputs = _operand_shapes(module, step)
     body = module.computations.get(one.called[0], ()) if one.opcode == "fusion" and one.called else ()

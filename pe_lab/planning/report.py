@@ -13,8 +13,7 @@ from pe_lab.config import from_dict
 from pe_lab.errors import ConfigError
 from pe_lab.model import Flops
 from pe_lab.parallel.topology import GIB, Chip
-from pe_lab.planning.buffers import Buffer
-from pe_lab.planning.hlo import Module
+from pe_lab.planning.hlo import Buffer, Module
 from pe_lab.planning.program import Collective, collectives, kernels, memory_bytes, product_flops
 from pe_lab.storage import json_object
 from pe_lab.terminal import table

@@ -1,18 +1,29 @@
-"""The plan as text: tables and verdicts."""
+"""What `pe_lab.plan` prints: tables, verdicts and reports."""
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
+from pe_lab.config import MeshConfig
+from pe_lab.evaluation.plan import parse_length
 from pe_lab.evaluation.targets import weight_shards
+from pe_lab.model import Model
 from pe_lab.model.cache import cache_bytes_per_token
+from pe_lab.parallel import AxisRules, make_mesh, use_mesh
+from pe_lab.parallel.compiler import NoCompiler, compiler_name, topology_devices
 from pe_lab.parallel.topology import CHIPS, GIB
-from pe_lab.planning.compiled_memory import Compiled
-from pe_lab.planning.evaluation_memory import longest, sequence_memory, weight_bytes
-from pe_lab.planning.plan import PhaseNumbers, Plan
+from pe_lab.planning.compiled_memory import Compiled, OutOfMemory
+from pe_lab.planning.evaluation_memory import compile_evaluation, longest, sequence_memory, weight_bytes
+from pe_lab.planning.plan import PhaseNumbers, Plan, compile_phase, explain_phase, plan_json, ruled_out, step_advice
+from pe_lab.planning.report import StepReport, compare, read_report, report_json, report_text
+from pe_lab.positional import build_schedule
 from pe_lab.results.formatting import count
-from pe_lab.terminal import table
+from pe_lab.terminal import console, table, waiting
 
 
 def training_text(plan: Plan, mfu: float) -> str:
@@ -139,3 +150,116 @@ def _hours(hours: float) -> str:
 
 def _indented(header: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> str:
     return textwrap.indent(table(header, rows, words), "  ")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the command prints
+
+NOT_COMPILED = "not compiled: {}. The memory above is an estimate."
+
+
+def print_training(
+    args: argparse.Namespace, plan: Plan, phases: Sequence[PhaseNumbers]
+) -> tuple[dict[str, Any], bool | None]:
+    """Prints the plan and compiles the phases: (its JSON, whether all fit; None if unknown)."""
+    print(training_text(plan, args.mfu), flush=True)
+    compiled: dict[str, Any] = {}
+    try:
+        if args.no_compile:
+            raise NoCompiler("--no-compile")
+        for phase in phases:
+            name, advice = phase.plan.name, partial(step_advice, plan, phase)
+            if ruled_out(plan, phase) and not args.phase:
+                needed = f"about {size(phase.memory.total)} of {size(plan.topology.chip.memory)} a chip"
+                print(
+                    f"DOES NOT FIT: by the estimate, the step that trains '{name}' needs {needed}, and is not compiled "
+                    f"(--phase={name} compiles it all the same). {advice(None)}"
+                )
+                compiled[name] = {"fits": False, "needed": None}
+                continue
+            program = f"the step that trains '{name}'"
+            if not (args.explain or args.against):
+                compiled[name] = _compile(plan, program, partial(compile_phase, plan, phase), advice)
+                continue
+            reports: list[StepReport] = []
+
+            def explained(phase: PhaseNumbers = phase, reports: list[StepReport] = reports) -> Compiled:
+                compiled, report = explain_phase(plan, phase)
+                reports.append(report)
+                return compiled
+
+            compiled[name] = _compile(plan, program, explained, advice)
+            for report in reports:
+                print(report_text(report, plan.topology.chip))
+                compiled[name]["step"] = report_json(report)
+                if args.against:
+                    text, worse = compare(report, read_report(args.against))
+                    print(text)
+                    compiled[name]["fits"] = False if worse else compiled[name]["fits"]
+        if others := [phase.plan.name for phase in plan.phases if phase not in phases]:
+            names = ", ".join(others)
+            print(f"Not compiled: {names}, estimated above; --phase={others[0]} or --phase=all compiles it.")
+    except NoCompiler as reason:
+        print(NOT_COMPILED.format(reason))
+    verdicts = {result["fits"] for result in compiled.values()} or {None}
+    fits = False if False in verdicts else None if None in verdicts else True
+    numbers = plan_json(plan, args.mfu) | {"compiler": compiler_name(plan.topology) if compiled else None}
+    return numbers | {"compiled": compiled, "fits": fits}, fits
+
+
+def print_evaluation(
+    args: argparse.Namespace, plan: Plan, phases: Sequence[PhaseNumbers]
+) -> tuple[dict[str, Any], bool | None]:
+    """Prints the memory of one sequence and compiles a pass over it: (its JSON, whether all fit; None if unknown)."""
+    length, chips = parse_length("--evaluate-length", args.evaluate_length), plan.topology.count
+    compiled: dict[str, Any] = {}
+    for phase in phases:
+        print(evaluation_text(plan, phase, length), flush=True)
+        config = phase.model.config
+        try:
+            if args.no_compile:
+                raise NoCompiler("--no-compile")
+            shards = weight_shards(phase.model, chips, plan.topology.chip.memory)
+            mesh = make_mesh(MeshConfig(data=1, tensor=shards, context=-1), topology_devices(plan.topology))
+        except NoCompiler as reason:
+            print(NOT_COMPILED.format(reason))
+            continue
+        schedule = build_schedule(phase.plan.layers, config.heads, config.kv_heads, config.head_dim, length)
+        with use_mesh(mesh, AxisRules()):
+            evaluated = Model(config, backward=False)
+            attention = list(dict.fromkeys(evaluated.attention_by_layer(schedule.structure, length)))
+        over = f"{chips // shards} chips and weights over {shards}" if shards > 1 else str(chips)
+        program = f"a pass over {length:,} tokens, sharded over {over} (attention by {', '.join(attention)})"
+        compile = partial(compile_evaluation, phase.model, schedule, length, mesh)
+        result = _compile(plan, program, compile, lambda _: "Use more chips, or evaluate in chunks.")
+        compiled[phase.plan.name] = result | {"attention": attention}
+    fits = False if any(result["fits"] is False for result in compiled.values()) else None
+    return {"topology": plan.topology.text, "length": length, "compiled": compiled}, fits
+
+
+def _compile(
+    plan: Plan, program: str, compile: Callable[[], Compiled], advice: Callable[[int | None], str]
+) -> dict[str, Any]:
+    """Compiles a program, prints its memory and whether it fits, and returns both as JSON.
+
+    `advice` says what to change if it does not fit, from the bytes that it needs.
+    """
+    chip, capacity = plan.topology.chip, plan.topology.chip.memory
+    try:
+        with waiting(console(stderr=True), f"compiling {program}, for {plan.topology.count} x {chip.name}"):
+            compiled = compile()
+    except OutOfMemory as error:
+        if error.used:
+            message = f"{program} needs {size(error.used)} of {size(error.capacity or capacity)} a chip"
+        else:
+            message = f"the compiler refused {program}: {error}"
+        print(f"DOES NOT FIT: {message}. {advice(error.used)}")
+        return {"fits": False, "needed": error.used, "message": str(error)}
+    print(compiled_text(plan, program, compiled, compiler_name(plan.topology)))
+    fits = compiled.needed <= capacity if capacity else None
+    if fits is None:
+        print(f"{program} needs {size(compiled.needed)} a device. The memory of the device is not known.")
+    else:
+        verdict, end = ("FITS", "") if fits else ("DOES NOT FIT", f" {advice(compiled.needed)}")
+        print(f"{verdict}: {program} needs {size(compiled.needed)} of {size(capacity)} a chip.{end}")
+    return {**dataclasses.asdict(compiled), "needed": compiled.needed, "fits": fits}

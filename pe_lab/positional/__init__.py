@@ -1,9 +1,26 @@
 """Positional encodings as data: descriptions -> schedule -> one rotation."""
 
+import sys
+
 from pe_lab.config import to_json
-from pe_lab.positional.codec import family, from_json, label, label_layers, parse
+from pe_lab.positional.codec import (
+    drop,
+    family,
+    from_json,
+    label,
+    label_layers,
+    layers,
+    parse,
+    pattern,
+    read_with,
+    rescale,
+    rnope_swa,
+    smollm3,
+    swan,
+)
 from pe_lab.positional.denoising import (
     DOPE,
+    Gaussian,
     denoise,
     denoise_by,
     dope_by_all,
@@ -20,14 +37,21 @@ from pe_lab.positional.encodings import (
     alibi_slopes,
     frequencies,
 )
-from pe_lab.positional.function import Function, function
 from pe_lab.positional.hooks import HOOKS, Encoding, HeadShape, LayerHooks, Parameter, has
-from pe_lab.positional.layers import Bands, Beta, Drop, Gaussian, HeadEdit, Layer, Pattern, Rescale, Uniform
-from pe_lab.positional.layouts import CANONICAL, Layout, channel_order, from_canonical, to_canonical
-from pe_lab.positional.notebook import NotebookBias, NotebookYarn
-from pe_lab.positional.patterns import drop, layers, pattern, read_with, rescale, rnope_swa, smollm3, swan
-from pe_lab.positional.registry import check_sources, import_encodings, register, sources
-from pe_lab.positional.rotation import angles, apply_p_rope, apply_rope, rotate, rotation_tables
+from pe_lab.positional.layers import Bands, Beta, Drop, HeadEdit, Layer, Pattern, Rescale, Uniform
+from pe_lab.positional.registry import Function, check_sources, function, import_encodings, register, sources
+from pe_lab.positional.rotation import (
+    CANONICAL,
+    Layout,
+    angles,
+    apply_p_rope,
+    apply_rope,
+    channel_order,
+    from_canonical,
+    rotate,
+    rotation_tables,
+    to_canonical,
+)
 from pe_lab.positional.scalings import (
     NTK,
     PI,
@@ -35,7 +59,6 @@ from pe_lab.positional.scalings import (
     DynamicYarn,
     Llama3,
     LongRope,
-    NotebookNTK,
     NTKByParts,
     Scaling,
     Yarn,
@@ -65,4 +88,6 @@ from pe_lab.positional.schemes import (
 )
 from pe_lab.terminal import import_encodings_by
 
-import_encodings_by(import_encodings)
+# A file of encodings may import `pe_lab.model` too, and that this package: then the end of that import reads the file.
+if not {"pe_lab.attention", "pe_lab.model"} & set(sys.modules):
+    import_encodings_by(import_encodings)

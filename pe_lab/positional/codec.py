@@ -1,20 +1,18 @@
-"""Descriptions from text and from JSON, and their names for tables."""
+"""Descriptions as people write them: texts, patterns of layers, edits of earlier layers; and their names in tables."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-import numbers
 import re
-from collections import ChainMap
+import typing
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
-from pe_lab.config import register_descriptions
-from pe_lab.errors import ConfigError, did_you_mean, excerpt
-from pe_lab.positional.encodings import PartialRope, Rope
-from pe_lab.positional.hooks import call
-from pe_lab.positional.layers import HEAD_KINDS, Beta, Drop, HeadEdit, Layer, Pattern, Rescale
+from pe_lab.config import field_types, from_dict, kind_name, register_kind, with_descriptions
+from pe_lab.errors import ConfigError, UserError, did_you_mean, excerpt
+from pe_lab.positional.encodings import NoPE, PartialRope, Rope
+from pe_lab.positional.hooks import Encoding
+from pe_lab.positional.layers import Bands, Beta, Drop, Layer, Pattern, Rescale, Uniform
 from pe_lab.positional.registry import ENCODINGS, registered_name
 from pe_lab.positional.scalings import SCALINGS
 
@@ -63,23 +61,38 @@ def parse(text: str) -> Layer:
                 f"'{text}': after '/' give window=TOKENS, logit_scale=X, beta=C@LENGTH, heads=0-3:ENCODING or "
                 f"with=ENCODING, not '{item}'."
             )
-    return build(Layer, {"encoding": _encoding(head, text), "heads": edits, "extras": extras, **options}, text)
+    return _layer({"encoding": _encoding(head, text), "heads": edits, "extras": extras, **options}, text)
+
+
+def from_json(value: Mapping[str, Any]) -> Layer:
+    """The `Layer` that `config.to_json` wrote; `ConfigError` for a kind or a field that this version does not know."""
+    return _layer(value, str(dict(value)))
+
+
+def _layer(value: Mapping[str, Any], text: str) -> Layer:
+    try:
+        return from_dict(Layer, value, "Layer")
+    except UserError as error:
+        raise type(error)(f"'{text}': {error}") from None
 
 
 def _encoding(part: str, text: str) -> dict[str, Any]:
     """The JSON of an encoding from its part of a text."""
     name, _, arguments = part.partition(":")
     values: dict[str, Any] = {}
+    types = field_types(ENCODINGS[name]) if name in ENCODINGS else {}
     for item in filter(None, arguments.split(",")):
         key, _, value = item.partition("=")
         if key == "kind":
             raise ConfigError(f"'{text}': the kind is {name}, before the colon; leave '{item}' out.")
-        if key in values or key in values.get("settings", {}):
+        if key in values or key in dict(values.get("settings", ())):
             raise ConfigError(f"'{text}': {key} is given twice; give it once.")
-        if _is_setting(name, key):
-            values.setdefault("settings", {})[key] = _setting(value)
+        if "settings" in types and (key not in types or key == "settings"):  # an argument of a function
+            values.setdefault("settings", []).append((key, _setting(value)))
+        elif key == "scaling" or types.get(key) is str or typing.get_origin(types.get(key)) is Literal:
+            values[key] = value
         else:
-            values[key] = value if key == "scaling" or _is_word(name, key) else _number(value, text, item)
+            values[key] = _number(value, text, item)
     if values.get("scaling") == "none":
         del values["scaling"]
     if name in SCALINGS:
@@ -89,8 +102,9 @@ def _encoding(part: str, text: str) -> dict[str, Any]:
             )
         values["scaling"], name = name, "rope"
     if name not in ENCODINGS:
+        own = "One of your own is registered by the file that defines it: --encodings=FILE.py."
         raise ConfigError(
-            f"'{text}': there is no encoding '{name}'. {did_you_mean(name, [*ENCODINGS, *SCALINGS])} {_YOUR_OWN}"
+            f"'{text}': there is no encoding '{name}'. {did_you_mean(name, [*ENCODINGS, *SCALINGS])} {own}"
         )
     if "scaling" not in values or ENCODINGS[name] not in (Rope, PartialRope):
         return {"kind": name, **values}
@@ -98,19 +112,13 @@ def _encoding(part: str, text: str) -> dict[str, Any]:
     if scaling not in SCALINGS:
         raise ConfigError(f"'{text}': there is no scaling '{scaling}'. {did_you_mean(scaling, list(SCALINGS))}")
     own = {key: values.pop(key) for key in _ROPE_KEYS if key in values}
+    allowed = [*field_types(SCALINGS[scaling]), *_ROPE_KEYS]
+    for key in values:
+        if key not in allowed:
+            raise ConfigError(
+                f"'{text}': {SCALINGS[scaling].__name__} has no key '{key}'. {did_you_mean(key, allowed)}"
+            )
     return {"kind": name, **own, "scaling": {"kind": scaling, **values}}
-
-
-def _is_word(name: str, key: str) -> bool:
-    """Whether a field of an encoding is a word, not a number."""
-    fields = dataclasses.fields(ENCODINGS[name]) if name in ENCODINGS else ()
-    return any(f.name == key and _declared(f).partition("[")[0] in ("str", "Literal") for f in fields)
-
-
-def _is_setting(name: str, key: str) -> bool:
-    """Whether a key of a text is an argument of a function, not a field of the encoding."""
-    fields = {f.name: _declared(f) for f in dataclasses.fields(ENCODINGS[name])} if name in ENCODINGS else {}
-    return fields.get("settings") == "Settings" and (key not in fields or key == "settings")
 
 
 def _setting(value: str) -> Any:
@@ -123,14 +131,6 @@ def _setting(value: str) -> Any:
         except ValueError:
             pass
     return value
-
-
-def _declared(field: dataclasses.Field[Any]) -> str:
-    """The type of a field as it is written, with or without `from __future__ import annotations`."""
-    kind = field.type
-    return (
-        kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind)) if isinstance(kind, type) else str(kind)
-    )
 
 
 _WORDS = {"true": True, "false": False, "none": None}
@@ -163,117 +163,15 @@ def numbers_and_ranges(chosen: str, where: str) -> list[int]:
     return found
 
 
-def build(kind: type, values: Mapping[str, Any], where: str) -> Any:
-    """A dataclass from plain values, each read as the type of its field says."""
-    fields = {f.name: f for f in dataclasses.fields(kind)}
-    ready = {}
-    for key, value in values.items():
-        if (key, value) == ("kind", kind.__name__):
-            continue  # earlier versions wrote it where it need not be
-        if key not in fields:
-            # A text has the keys of RoPE among those of its scaling.
-            allowed = [*fields, *(_ROPE_KEYS if kind in SCALINGS.values() else ())]
-            advice = did_you_mean(key, allowed) if allowed else "It takes nothing."
-            raise ConfigError(f"'{where}': {kind.__name__} has no '{key}'. {advice}")
-        ready[key] = _of_type(_declared(fields[key]), value, where, f"{kind.__name__}.{key}")
-    required = [n for n, f in fields.items() if f.default is dataclasses.MISSING and n not in values]
-    if required:
-        raise ConfigError(f"'{where}': {kind.__name__} needs {', '.join(required)}.")
-    return call(kind, "", **ready)
-
-
-_YOUR_OWN = "One of your own is registered by the file that defines it: --encodings=FILE.py."
-# By the type of a field: the descriptions that it may hold, and what a list of such items is called.
-_DESCRIPTIONS: dict[str, Mapping[str, type]] = {"Encoding": ENCODINGS, "HeadKind": HEAD_KINDS, "Scaling": SCALINGS}
-_LISTS = {
-    "float": "a list of numbers; a text cannot hold one",
-    "int": "a list of whole numbers",
-    "Encoding": "a list of encodings, each written {'kind': ...}",
-    "HeadEdit": "a list of edits, each written {'heads': [0], 'to': {'kind': ...}}",
-    "Any": "a list of layers",
-}
-
-
-def _of_type(declared: str, value: Any, where: str, name: str) -> Any:
-    """The value of a field, from plain data. What it refuses to hold is the description's to say."""
-
-    def wrong(needed: str) -> ConfigError:
-        return ConfigError(f"'{where}': {name} is {value!r}; it must be {needed}.")
-
-    if value is None and declared.endswith("None"):
-        return None
-    declared = declared.removesuffix(" | None")
-    if declared.startswith("tuple"):
-        item = declared.partition("[")[2].partition(",")[0]
-        if not isinstance(value, Sequence) or isinstance(value, str):
-            raise wrong(_LISTS[item])
-        items = tuple(_of_type(item, one, where, name) for one in value)
-        if item == "int" and not all(isinstance(one, int) for one in items):
-            raise wrong(_LISTS[item])
-        return items
-    if declared in _DESCRIPTIONS and (isinstance(value, Mapping) or declared != "Scaling"):
-        return kind_from_json(value, _DESCRIPTIONS[declared], where)
-    if declared == "Settings":
-        pairs = list(value.items()) if isinstance(value, Mapping) else value
-        if not isinstance(pairs, Sequence) or not all(isinstance(one, Sequence) and len(one) == 2 for one in pairs):
-            raise wrong("arguments by name: [['NAME', value], ...]")
-        return tuple((key, one) for key, one in pairs)
-    if declared == "HeadEdit":
-        if not isinstance(value, Mapping):
-            raise wrong(_LISTS[declared])
-        return build(HeadEdit, {"heads": (), "to": None, **value}, where)
-    if declared == "float | Beta" and isinstance(value, Mapping):
-        return build(Beta, value, where)
-    if declared == "Any":
-        return description_from_json(value) if isinstance(value, Mapping) else value
-    if declared == "bool":
-        # In a text true and false may be numbers: truncate=0.
-        if isinstance(value, bool) or value in (0, 1):
-            return bool(value)
-        raise wrong("true or false (1 or 0)")
-    if declared.partition(" ")[0] in ("float", "int"):
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise wrong("a number or a Beta's fields" if "Beta" in declared else "a number")
-        # 1024.0 becomes 1024; the description refuses a fraction.
-        if declared == "int" and not math.isfinite(value):
-            raise wrong("a whole number")
-        return int(value) if declared == "int" and float(value).is_integer() else value
-    return value
-
-
-def from_json(value: Mapping[str, Any]) -> Layer:
-    """The `Layer` that `config.to_json` wrote; `ConfigError` for a kind or a field that this version does not know."""
-    return build(Layer, {"encoding": None, **value}, str(dict(value)))
-
-
-def kind_from_json(value: Any, kinds: Mapping[str, type], where: str) -> Any:
-    """The description of one of `kinds`; earlier versions wrote the class's name for the kind."""
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"'{where}': {value!r} is no 'encoding'; write it as {{'kind': 'rope', ...}}.")
-    rest = dict(value)
-    written = rest.pop("kind", "")
-    found = next((kind for name, kind in kinds.items() if written in (name, kind.__name__)), None)
-    if found is None:
-        advice = did_you_mean(str(written), [*kinds]) + (f" {_YOUR_OWN}" if "rope" in kinds else "")
-        raise ConfigError(f"'{where}': there is no kind '{written}'. {advice}")
-    return build(found, rest, where)
-
-
-def description_from_json(value: Mapping[str, Any]) -> Any:
-    """A `Layer`, an encoding, a pattern or an edit from the JSON of `config.to_json`, also of earlier versions."""
-    if value.get("kind", "Layer") == "Layer":
-        return from_json(value)
-    return kind_from_json(value, ChainMap(_EDITS, ENCODINGS), str(dict(value)))
-
-
-# Layer, HeadEdit and Beta have no kind: their place and their keys identify them.
-_EDITS: dict[str, type] = {"pattern": Pattern, "drop": Drop, "rescale": Rescale}
-register_descriptions({**HEAD_KINDS, **SCALINGS, **_EDITS}, description_from_json)
+# HeadEdit and Beta have no kind: their place and their keys identify them.
+_DESCRIPTIONS = {"": Layer, "bands": Bands, "uniform": Uniform, "pattern": Pattern, "drop": Drop, "rescale": Rescale}
+for _name, _kind in {**_DESCRIPTIONS, **SCALINGS}.items():
+    register_kind(_name, _kind)
 
 
 def label(layer: Layer) -> str:
     """A short readable name, such as `rope(base=10000) + yarn(factor=2, original_length=1024) / window 512`."""
-    text = _name(layer.encoding)
+    text = _label(layer.encoding)
     if layer.window:
         text += f" / window {layer.window}"
     if isinstance(layer.logit_scale, Beta):
@@ -281,8 +179,8 @@ def label(layer: Layer) -> str:
     elif layer.logit_scale != 1:
         text += f" / logit scale {layer.logit_scale:g}"
     for edit in layer.heads:
-        text += f" / heads {ranges(edit.heads)}: {_name(edit.to)}"
-    return text + "".join(f" / with {_name(extra)}" for extra in layer.extras)
+        text += f" / heads {ranges(edit.heads)}: {_label(edit.to)}"
+    return text + "".join(f" / with {_label(extra)}" for extra in layer.extras)
 
 
 def label_layers(layers: Sequence[Layer]) -> str:
@@ -293,9 +191,9 @@ def label_layers(layers: Sequence[Layer]) -> str:
     return "; ".join(f"{text} on layer{'s' * (not at.isdecimal())} {at}" for text, at in equal.items())
 
 
-def _name(kind: Any) -> str:
+def _label(kind: Any) -> str:
     """A description's name with the values that its class does not determine, and its scaling's."""
-    name = next(name for name, known in {**HEAD_KINDS, **SCALINGS}.items() if known is type(kind))
+    name = kind_name(type(kind))
     shown = []
     for f in dataclasses.fields(kind):
         value = getattr(kind, f.name)
@@ -305,7 +203,7 @@ def _name(kind: Any) -> str:
             shown.append(f"{f.name}={_short(value)}")
     text = f"{name}({', '.join(shown)})" if shown else name
     scaling = getattr(kind, "scaling", None)
-    return text if scaling is None else f"{text} + {_name(scaling)}"
+    return text if scaling is None else f"{text} + {_label(scaling)}"
 
 
 def _short(value: Any) -> str:
@@ -346,3 +244,147 @@ def family(layer: Layer) -> str:
     else:
         name = encoding.display_name or registered_name(encoding)
     return " + ".join([name, *(extra.display_name or registered_name(extra) for extra in layer.extras)])
+
+
+def pattern(items: Sequence[Any], cut: bool = False) -> Pattern:
+    """A pattern such as `pattern(['rope/window=512'] * 3 + ['nope'])`; items as in `layers`."""
+    return Pattern(tuple(items), cut)
+
+
+def drop(layers: Sequence[int] | None = None, extras: bool = False) -> Drop:
+    """For a phase's `positional`: the layers of the phase before without their encoding; None is all layers.
+
+    `extras`: without their extras too.
+    """
+    return Drop(None if layers is None else tuple(layers), extras)
+
+
+def rescale(scaling: Any, layers: Sequence[int] | None = None) -> Rescale:
+    """For a phase's `positional`: the layers of the phase before with another scaling; None is all layers."""
+    return Rescale(scaling, None if layers is None else tuple(layers))
+
+
+def rnope_swa(window: int, base: float = 10000.0) -> Pattern:
+    """RNoPE-SWA (Yang et al. 2025, Cohere 2): three rotary layers with a sliding window to one full NoPE layer.
+
+    Layer i is the full one iff (i + 1) % 4 == 0. A window of the training length or more has no effect.
+    """
+    return Pattern((*[Layer(Rope(base), window)] * 3, Layer(NoPE())), cut=True)
+
+
+def smollm3(base: float = 5_000_000.0) -> Pattern:
+    """SmolLM3: every fourth layer has no encoding; no windows."""
+    return Pattern((*[Layer(Rope(base))] * 3, Layer(NoPE())), cut=True)
+
+
+def swan(window: int, original_length: int, coefficient: float = 0.0, base: float = 10000.0) -> Pattern:
+    """SWAN (Puvvada et al. 2025): a full NoPE layer, then three rotary layers with a sliding window.
+
+    The logits of the full layers are multiplied by 1 + coefficient ln(n / L) for sequences of n > L tokens. The paper
+    fits its curve to a trained model, so the coefficient has to be fitted (see `Beta`); 0 is no scaling.
+    """
+    scale = Beta(coefficient, original_length) if coefficient else 1.0
+    return Pattern((Layer(NoPE(), logit_scale=scale), *[Layer(Rope(base), window)] * 3), cut=True)
+
+
+def layers(description: Any, num_layers: int, before: Sequence[Layer] | None = None) -> tuple[Layer, ...]:
+    """One `Layer` for each of N layers, from the description in a config.
+
+    Args:
+      description: an encoding, a `Layer`, a text (see `parse`), the JSON of one, a sequence of these (or texts joined
+        by `+`), which is repeated as a pattern and whose length must divide N, `pattern(...)`, or an edit of earlier
+        layers: `drop(...)`, `rescale(...)`, the text 'drop'.
+      num_layers: N.
+      before: the layers that an edit changes; None if there are none.
+
+    Raises:
+      ConfigError: an unknown description, a pattern that does not tile, an edit without layers before it.
+    """
+    if isinstance(description, str) and description.strip() == "drop":
+        description = Drop()
+    if isinstance(description, Drop | Rescale):
+        if before is None:
+            raise ConfigError(
+                f"{type(description).__name__.lower()}(...) edits the layers of the phase or checkpoint before, and "
+                "there is none. Give this phase its own encodings, or an init_from whose checkpoint exists."
+            )
+        if len(before) != num_layers:
+            raise ConfigError(f"An edit of {len(before)} layers cannot make {num_layers}: the model has another depth.")
+        return description.apply(before)
+    if isinstance(description, str):
+        description = _split(description)
+    if not isinstance(description, Pattern):
+        description = Pattern(tuple(description) if isinstance(description, Sequence) else (description,))
+    items, cut = description.items, description.cut
+    if not items or (num_layers % len(items) and not cut):
+        raise ConfigError(
+            f"A pattern of {len(items)} layers does not tile {num_layers} layers; its length must divide, or use "
+            "pattern([...], cut=True)."
+        )
+    period = [_one_layer(item) for item in items]
+    return tuple((period * -(-num_layers // len(period)))[:num_layers])
+
+
+def read_with(description: Any, before: Sequence[Layer], original_length: int) -> tuple[Layer, ...]:
+    """The layers to apply to existing weights: as `layers`, except that a scaling rescales `before`.
+
+    `yarn:factor=4` scales the rotation of `before`, with its base and with `original_length` as the length to stretch
+    from. As an encoding of its own it would have the default base instead of the weights' base. Alone it scales all
+    layers that rotate, and their edited heads; in a pattern, or followed by a slash, the layers it stands for.
+    There the window, the logit scale and the heads are those of the text, as for every item of a pattern.
+    `before` are the layers that the weights were trained with, in windows of `original_length` tokens.
+
+    Raises:
+      ConfigError: as `layers`; a scaling where no layer, or the layer of the pattern, rotates.
+    """
+    if isinstance(description, list | tuple) and all(isinstance(item, str) for item in description):
+        description = "+".join(description)
+    if not isinstance(description, str):
+        return layers(description, len(before), before)
+    texts = [_with_length(text, original_length) for text in _split(description)]
+    if len(texts) == 1 and "/" not in description and _is_scaling(texts[0]):
+        return Rescale(parse(texts[0]).encoding.scaling).apply(before)
+    after = list(layers("+".join(texts), len(before), before))
+    for n, layer in enumerate(after):
+        text = texts[n % len(texts)]
+        if not _is_scaling(text):
+            continue
+        if not hasattr(before[n].encoding, "scaling"):
+            raise ConfigError(f"'{text}': layer {n} of these weights does not rotate; there is nothing to rescale.")
+        encoding = dataclasses.replace(before[n].encoding, scaling=layer.encoding.scaling)
+        after[n] = dataclasses.replace(layer, encoding=encoding)
+    return tuple(after)
+
+
+def _is_scaling(text: str) -> bool:
+    """Whether a text such as `yarn:factor=4/window=512` names a scaling and no rotation of its own."""
+    name, _, arguments = text.partition("/")[0].strip().partition(":")
+    return name in SCALINGS and not {"base", "fraction"} & {item.partition("=")[0] for item in arguments.split(",")}
+
+
+def _with_length(text: str, original_length: int) -> str:
+    """The text of a scaling with the length to stretch from, where it leaves that out."""
+    if not _is_scaling(text):
+        return text
+    head, slash, rest = text.partition("/")
+    name, _, arguments = head.strip().partition(":")
+    keys = {item.partition("=")[0] for item in arguments.split(",")}
+    if "original_length" in keys or "original_length" not in {f.name for f in dataclasses.fields(SCALINGS[name])}:
+        return text
+    return f"{name}:{','.join(filter(None, [arguments, f'original_length={original_length}']))}{slash}{rest}"
+
+
+def _split(text: str) -> list[str]:
+    """The texts of a pattern that `+` joins; the sign of an exponent (1e+4) joins nothing."""
+    return re.split(r"\+(?=\s*[A-Za-z])", text)
+
+
+def _one_layer(item: Any) -> Layer:
+    item = with_descriptions(item, "The layers") if isinstance(item, Mapping) else item
+    if isinstance(item, Layer):
+        return item
+    if isinstance(item, str):
+        return parse(item)
+    if isinstance(item, Encoding):
+        return Layer(item)
+    raise ConfigError(f"{item!r} does not describe a layer; give an encoding, a Layer, or a text like 'rope'.")

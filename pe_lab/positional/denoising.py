@@ -1,4 +1,4 @@
-"""DoPE (Xiong et al. 2025, Section 4.3): heads chosen by their scores, and layers with these heads denoised."""
+"""DoPE (Xiong et al. 2025, Section 4.3): heads chosen by their scores and denoised, and its noise."""
 
 from __future__ import annotations
 
@@ -7,14 +7,20 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Array, Float, Int
 
+from pe_lab.config import OMIT_DEFAULT
 from pe_lab.errors import ConfigError, DataError
 from pe_lab.positional.encodings import NoPE
-from pe_lab.positional.layers import Bands, Gaussian, HeadEdit, HeadKind, Layer, Uniform
+from pe_lab.positional.hooks import Encoding, Params
+from pe_lab.positional.layers import Bands, HeadEdit, HeadKind, Layer, Uniform
+from pe_lab.positional.registry import register
+from pe_lab.positional.scalings import LARGEST, Limits
 from pe_lab.storage import json_object
 
 Head = tuple[int, int]  # (layer, query head)
@@ -168,12 +174,91 @@ def dope_by_gaussian(
         raise ConfigError(f"seed is {seed}; give 0 or a positive whole number.")
 
     def noise(head: Head) -> Gaussian:
-        if head[1] < 0:
-            raise ConfigError(f"layer {head[0]}: there is no query head {head[1]}; the heads are counted from 0.")
-        drawn = seed if one_seed else np.random.default_rng((seed, *head)).integers(1, 2**32)
-        return Gaussian(int(drawn), sigma)
+        drawn = seed if one_seed else np.random.default_rng((seed, head[0])).integers(1, 2**32)
+        return Gaussian(int(drawn), sigma, one_seed)
 
     return _edit(layers, heads, noise)
+
+
+@register("gaussian")
+@dataclasses.dataclass(frozen=True)
+class Gaussian(Encoding):
+    """DoPE-by-Gaussian (eq. 36, 37): queries and keys of some heads are noise, a function of seed, head and position.
+
+    The paper takes the noise's variance from the retained heads over the whole sequence. Here it is that of the token,
+    so that a query does not depend on later tokens, packed documents are independent, and cached decoding is exact.
+
+    The layer's rotation acts on the noise, which stays Gaussian, and multiplies it by a scaling's attention factor, as
+    it does the components of other heads. The variance before rotation is the mean square: a rotation keeps it, and
+    makes the mean of a sequence's components 0.
+
+    Attributes:
+      seed: in [1, 2^32).
+      sigma: the noise's standard deviation. None: that of the components of the layer's other heads, as the paper's
+        body has it, or of all heads where all are noise; its appendix A.2 has 1.0.
+      same: whether all heads have the same noise.
+      heads: those that are noise, set by the edit that names them; (): all.
+    """
+
+    display_name = "Gaussian noise"
+    stands_alone = False
+
+    seed: int
+    sigma: float | None = dataclasses.field(default=None, metadata=OMIT_DEFAULT)
+    same: bool = dataclasses.field(default=False, metadata=OMIT_DEFAULT)
+    heads: tuple[int, ...] = dataclasses.field(default=(), metadata=OMIT_DEFAULT)
+
+    limits: ClassVar[Limits] = {
+        "seed": (lambda x: 0 < x < 2**32 and x == int(x), "give a whole number in [1, 2^32)."),
+        "sigma": (lambda x: x is None or 0 < x <= LARGEST, "it must be above 0 and at most 2^32, or left out."),
+    }
+
+    def on(self, heads: tuple[int, ...]) -> Gaussian:
+        return dataclasses.replace(self, heads=heads)
+
+    def encode(
+        self,
+        params: Params,
+        q: Float[Array, "B T H K"],
+        k: Float[Array, "B T G K"],
+        positions: Int[Array, "#B T"],
+        x: Float[Array, "B T D"],
+    ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H K"]]:
+        H, K = q.shape[2:]
+        kept = [h for h in range(H) if h not in self.heads] if self.heads else []
+        head = np.zeros(H, np.uint32) if self.same else np.arange(H, dtype=np.uint32)
+
+        def noise(side: int, x: Float[Array, "B T heads K"]) -> Float[Array, "B T H K"]:
+            size = self.sigma
+            if size is None:
+                of_heads = jnp.square(jnp.repeat(x, H // x.shape[2], axis=2).astype(jnp.float32)).mean(-1)
+                size = jnp.sqrt(of_heads[:, :, kept or slice(None)].mean(-1))[:, :, None, None]
+            drawn = gaussian(self.seed, side, head[:, None], positions[:, :, None, None], np.arange(K))
+            return jnp.broadcast_to(size * drawn, q.shape)
+
+        return noise(0, q), noise(1, k)
+
+
+def gaussian(seed: int, side: int, head: Any, position: Any, channel: Any) -> Float[Array, "*broadcast"]:
+    """A standard normal number for each head, position and channel, which broadcast; `side`: 0 queries, 1 keys.
+
+    A hash of the arguments and Box-Muller: the number of a token does not depend on the length of its sequence.
+    """
+    of_token = jnp.uint32(seed)
+    for word in (side, head, position):
+        of_token = _mixed(of_token + jnp.uint32(0x9E3779B9) * jnp.asarray(word).astype(jnp.uint32))
+    of_channel = _mixed(of_token ^ (jnp.asarray(channel).astype(jnp.uint32) * jnp.uint32(0x9E3779B1)))
+    first, second = _mixed(of_channel + jnp.uint32(0x7F4A7C15)), _mixed(of_channel + jnp.uint32(0xBF58476D))
+    # 24 bits each, the precision of float32; the first number is in (0, 1], so that its logarithm is finite.
+    unit = lambda x: (x >> 8).astype(jnp.float32) * 2.0**-24  # noqa: E731
+    return jnp.sqrt(-2 * jnp.log(unit(first) + 2.0**-24)) * jnp.cos(2 * math.pi * unit(second))
+
+
+def _mixed(x: jax.Array) -> jax.Array:
+    """A pseudo-random permutation of the 32-bit words (Wellons 2018, `lowbias32`)."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)
 
 
 def denoise(

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pe_lab.errors import ConfigError
-from pe_lab.positional.hooks import Encoding, call
+from pe_lab.errors import ConfigError, call
+from pe_lab.positional.hooks import Encoding
 from pe_lab.positional.registry import ENCODINGS, register
 from pe_lab.positional.scalings import SCALINGS, Scaling, require
 

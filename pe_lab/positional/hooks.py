@@ -6,9 +6,6 @@ gives it the name by which recipes, texts and checkpoints know it.
 
 from __future__ import annotations
 
-import functools
-import sys
-import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -17,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from pe_lab.errors import ConfigError, UserError
-from pe_lab.positional.scalings import Checked
+from pe_lab.errors import ConfigError, call
+from pe_lab.positional.scalings import CheckedFields, Limits
 
 Params = Mapping[str, Array]
 Earlier = Callable[[Array, int], Array]
@@ -50,7 +47,7 @@ class Parameter(NamedTuple):
     decay: bool = False
 
 
-class Encoding(Checked):
+class Encoding(CheckedFields):
     """Base of all positional encodings.
 
     B batch, T queries, S keys, H query heads, G key-value heads, K channels of a head, R = K / 2, D of the model. In
@@ -59,7 +56,8 @@ class Encoding(Checked):
 
     Attributes:
       display_name: in tables and figures; "": the registered name.
-      stands_alone: it can be all that a layer has; False for what adds to others: a temperature, a gate, a sink.
+      stands_alone: it can be all that a layer or a head has; False for what acts beside another: a temperature, a gate,
+        a sink, noise.
       relative: for equal hidden states, the logit of a query and a key depends on positions through their distance
         alone. A `bias` that is relative is computed once per distance, and kernels take it as a table.
       content: the encoding depends on the hidden states x, not only on positions.
@@ -91,6 +89,10 @@ class Encoding(Checked):
         """Whether `frequencies` depends on the length of the sequence."""
         return False
 
+    def on(self, heads: tuple[int, ...]) -> Encoding:
+        """The encoding that an edit gives to these query heads: itself, but where it depends on which they are."""
+        return self
+
     # Of parameters and arrays: traced by JAX, and differentiated.
 
     def init(self, key: Array, shape: HeadShape) -> dict[str, Parameter]:
@@ -116,8 +118,11 @@ class Encoding(Checked):
         k: Float[Array, "B T G K"],
         positions: Int[Array, "#B T"],
         x: Float[Array, "B T D"],
-    ) -> tuple[Float[Array, "B T H any"], Float[Array, "B T G any"]]:
-        """Queries and keys of any equal number of channels; the logits are their products over sqrt(K)."""
+    ) -> tuple[Float[Array, "B T H any"], Float[Array, "B T heads any"]]:
+        """Queries and keys of any equal number of channels; the logits are their products over sqrt(K).
+
+        Keys have G heads, or H heads where the query heads of a group need different ones.
+        """
         raise NotImplementedError
 
     def bias(
@@ -185,39 +190,6 @@ class LayerHooks(NamedTuple):
     heads: tuple[int, ...] = ()
 
 
-def is_external(kind: Any) -> bool:
-    """Whether a class or a function is not pe_lab's own."""
-    return (getattr(kind, "__module__", None) or "").partition(".")[0] != "pe_lab"
-
-
-def call(owner: Any, method: str, *arguments: Any, **settings: Any) -> Any:
-    """The result of `owner.method(...)`, or of `owner(...)` where `method` is empty.
-
-    Raises:
-      ConfigError: code from outside raised an error; says which and in which line.
-    """
-    function = getattr(owner, method) if method else owner
-    kind = type(owner) if method else owner
-    while isinstance(kind, functools.partial):
-        kind = kind.func
-    kind = kind if hasattr(kind, "__qualname__") else type(kind)
-    try:
-        return function(*arguments, **settings)
-    except UserError:
-        raise
-    except Exception as error:
-        if not is_external(kind):
-            raise
-        lines = traceback.extract_tb(error.__traceback__)
-        file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-        at = next((line for line in reversed(lines) if line.filename == file), lines[-1])
-        message = next((line for line in str(error).splitlines() if line.strip()), "").strip()
-        raise ConfigError(
-            f"{kind.__qualname__}{method and '.'}{method} raised {type(error).__name__}: {message} "
-            f"({at.filename}, line {at.lineno}: {at.line})"
-        ) from error
-
-
 def call_for_array(encoding: Encoding, method: str, *arguments: Any) -> Array:
     """`call` for a hook that returns one array.
 
@@ -267,3 +239,29 @@ def parameter_settings(encoding: Encoding, shape: HeadShape) -> dict[str, Parame
 
     shapes = jax.eval_shape(values, jax.random.key(0))
     return {name: settings[name]._replace(value=shapes[name]) for name in settings}
+
+
+# Of the field `start` of a scheme, Literal["published", "unchanged"].
+# `published`: the authors' initial values. `unchanged`: values at which the scheme changes no function, so that surgery
+# can add it to a trained model.
+START: Limits = {"start": (lambda x: x in ("published", "unchanged"), "it must be published or unchanged.")}
+
+DEVIATION = 0.02  # standard deviation of the initial weights of language models
+
+
+def normal(key: Array, index: int, *shape: int, deviation: float = DEVIATION) -> Float[Array, "*shape"]:
+    """Normal numbers; `index` tells the parameters of one encoding apart."""
+    return deviation * jax.random.normal(jax.random.fold_in(key, index), shape)
+
+
+def uniform(key: Array, index: int, low: float, high: float, *shape: int) -> Float[Array, "*shape"]:
+    """Uniform numbers; `index` tells the parameters of one encoding apart."""
+    return jax.random.uniform(jax.random.fold_in(key, index), shape, minval=low, maxval=high)
+
+
+def bounded(x: Float[Array, "*axes"], low: float, high: float | None = None) -> Float[Array, "*axes"]:
+    """x between bounds, with the gradient of x: a parameter beyond a bound can come back.
+
+    Where authors clamp a parameter in place before each step, its gradient passes in the same way.
+    """
+    return x + jax.lax.stop_gradient(jnp.clip(x, low, high) - x)

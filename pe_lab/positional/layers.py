@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -14,12 +13,11 @@ from pe_lab.config import OMIT_DEFAULT
 from pe_lab.errors import ConfigError
 from pe_lab.positional.encodings import NoPE
 from pe_lab.positional.hooks import Encoding, has
-from pe_lab.positional.registry import ENCODINGS
-from pe_lab.positional.scalings import LARGEST, SCALINGS, Checked, Limits, Scaling, require, stretch
+from pe_lab.positional.scalings import LARGEST, SCALINGS, CheckedFields, Limits, Scaling, require, stretch
 
 
 @dataclass(frozen=True)
-class Bands(Checked):
+class Bands(CheckedFields):
     """DoPE-by-parts (eq. 32 to 34): the pairs on one side of a threshold are removed from queries and keys.
 
     Equation 32 keeps pairs of at most `threshold` radians a position ("slow"); its text, and the aim of the method,
@@ -40,36 +38,17 @@ class Uniform:
     """DoPE-by-all as eq. 35 is printed: queries and keys are zero, and the head's attention is uniform."""
 
 
-@dataclass(frozen=True)
-class Gaussian(Checked):
-    """DoPE-by-Gaussian (eq. 36, 37): queries and keys of the head are noise.
-
-    Attributes:
-      seed: in [1, 2^32); the noise is a function of it and of a token's position.
-      sigma: the noise's standard deviation, one for all noisy heads of a layer. None: that of the other heads'
-        rotated components, as the paper's body has it; its appendix A.2 has 1.0.
-    """
-
-    seed: int
-    sigma: float | None = field(default=None, metadata=OMIT_DEFAULT)
-
-    limits: ClassVar[Limits] = {
-        "seed": (lambda x: 0 < x < 2**32 and x == int(x), "give a whole number in [1, 2^32)."),
-        "sigma": (lambda x: x is None or 0 < x <= LARGEST, "it must be above 0 and at most 2^32, or left out."),
-    }
-
-
-HeadKind = Encoding | Bands | Uniform | Gaussian
-# With the encodings that will be registered later.
-HEAD_KINDS: Mapping[str, type] = ChainMap({"bands": Bands, "uniform": Uniform, "gaussian": Gaussian}, ENCODINGS)
+HeadKind = Encoding | Bands | Uniform
 
 
 @dataclass(frozen=True)
 class HeadEdit:
-    """Some query heads of a layer, and the encoding or the denoising that replaces the layer's.
+    """Some query heads of a layer, and what their encoding becomes.
 
-    `NoPE()` removes a head's encoding (the prose of DoPE-by-all), another encoding replaces it, and `Bands`, `Uniform`
-    and `Gaussian` denoise it. Query heads that share a key head may differ.
+    `NoPE()` removes it (the prose of DoPE-by-all), another encoding replaces it, and `Bands` and `Uniform` remove a
+    part of it. An encoding that does not stand alone, such as `Gaussian` or a temperature, acts on these heads beside
+    it.
+    Query heads that share a key head may differ.
     """
 
     heads: tuple[int, ...]
@@ -80,12 +59,12 @@ class HeadEdit:
         require(bool(self.heads), "HeadEdit.heads is empty; name at least one query head.")
         require(
             isinstance(self.to, HeadKind),
-            f"HeadEdit.to is {self.to!r}; a head can have an encoding, Bands, Uniform or Gaussian.",
+            f"HeadEdit.to is {self.to!r}; a head can have an encoding, Bands or Uniform.",
         )
 
 
 @dataclass(frozen=True)
-class Beta(Checked):
+class Beta(CheckedFields):
     """A logit scale that depends on the length: 1 + `coefficient` * ln(n / L) for n > L tokens, else 1.
 
     DroPE (App. C.2) fits the coefficient: 0.412 for its model trained from scratch, 0.103 for SmolLM.
@@ -146,13 +125,15 @@ class Layer:
         """The encodings of the layer, each with the query heads that it acts on; () is all."""
         own = set(range(num_heads))
         edits = [(edit.heads, edit.to) for edit in self.heads if isinstance(edit.to, Encoding)]
+        replaced = any(to.stands_alone for _, to in edits)
         of_heads: list[tuple[tuple[int, ...], Encoding]] = []
         for n, (heads, to) in enumerate(edits):
-            later = {h for others, _ in edits[n + 1 :] for h in others}
-            of_heads.append((tuple(h for h in sorted(set(heads)) if h not in later), to))
-            own -= set(heads)
-        heads = tuple(sorted(own)) if edits else ()
-        found = [(heads, self.encoding)] if heads or not edits or not num_heads else []
+            later = {h for others, other in edits[n + 1 :] if other.stands_alone for h in others}
+            left = tuple(h for h in sorted(set(heads)) if h not in later)
+            of_heads.append((left, to.on(left)))
+            own -= set(heads) if to.stands_alone else set()
+        heads = tuple(sorted(own)) if replaced else ()
+        found = [(heads, self.encoding)] if heads or not replaced or not num_heads else []
         return [*found, *((h, to) for h, to in of_heads if h), *(((), extra) for extra in self.extras)]
 
     def scale_at(self, length: int | None) -> float:

@@ -1,4 +1,7 @@
-"""The encodings of a widely read notebook that are not those of their names; only for comparison with it."""
+"""The encodings of a widely read notebook that are not those of their names; only for comparison with it.
+
+Importing this module registers them: `--encodings=pe_lab.positional.notebook` in a command.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
+from pe_lab.config import register_kind
 from pe_lab.positional.hooks import Encoding, Params
 from pe_lab.positional.registry import register
 from pe_lab.positional.rotation import angles, fixed_point_frequencies, multiply_high, rotate
-from pe_lab.positional.scalings import LARGEST, Limits, require
+from pe_lab.positional.scalings import LARGEST, SCALINGS, Limits, Scaled, Scaling, require
 
 
 @register("notebook_yarn")
@@ -64,8 +68,8 @@ class NotebookYarn(Encoding):
 
 
 def warped_angles(
-    fixed_freq: UInt32[Array, "*rows R 2"], positions: Int[Array, "B T"], warp: NotebookYarn
-) -> Float[Array, "B T *rows R"]:
+    fixed_freq: UInt32[Array, "*rotations R 2"], positions: Int[Array, "B T"], warp: NotebookYarn
+) -> Float[Array, "B T *rotations R"]:
     """Rotation angles at warped positions, float32, exact to 1e-6 rad at positions below 2^27 outside the blend.
 
     Within the blend the multiplier is a float32 (1e-7 of a position near `original_length`).
@@ -110,3 +114,22 @@ class NotebookBias(Encoding):
         diagonal = query_positions[:, None] == key_positions[None, :]
         here = diagonal & (query_positions < self.original_length)[:, None]
         return jnp.where(here, jnp.float32(self.strength), 0)[None]
+
+
+@dataclass(frozen=True)
+class NotebookNTK(Scaling):
+    """The notebook's "NTK": w_i * factor^(2i/d). It makes slow pairs faster; NTK makes them slower.
+
+    In its code: `freqs = 1.0 / (base ** (2*i/d))`, `freqs = freqs * (scaling ** (i / (d/2)))`; in its text: "so that
+    lower frequencies rotate more slowly".
+    Only for comparison with the notebook; use `NTK` for anything else.
+    """
+
+    factor: float = 8.0
+
+    def scale(self, inv_freq: np.ndarray, base: float, dim: int, length: int | None) -> Scaled:
+        return inv_freq * self.factor ** (2.0 * np.arange(dim // 2) / dim), 1.0
+
+
+SCALINGS["notebook_ntk"] = NotebookNTK
+register_kind("notebook_ntk", NotebookNTK)

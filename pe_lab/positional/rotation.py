@@ -1,14 +1,16 @@
-"""The rotation of queries and keys, with angles that are exact at every position."""
+"""The rotation of queries and keys, with angles that are exact at every position, and the channels that it pairs."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Float, Int, Shaped, UInt32
 
 from pe_lab.errors import ConfigError
 from pe_lab.positional.encodings import Rope, frequencies
@@ -87,8 +89,8 @@ def fraction_of_rotation(angle: Float[Array, "*shape"]) -> tuple[UInt32[Array, "
 
 
 def angles(
-    freq: UInt32[Array, "*rows R 2"] | Float[Array, "*rows R"], positions: Int[Array, "B T"]
-) -> Float[Array, "B T *rows R"]:
+    freq: UInt32[Array, "*rotations R 2"] | Float[Array, "*rotations R"], positions: Int[Array, "B T"]
+) -> Float[Array, "B T *rotations R"]:
     """Rotation angles in [-pi, pi], float32, exact to 5e-7 rad at any position below 2^31.
 
     Args:
@@ -104,7 +106,9 @@ def angles(
 
 
 @jax.custom_jvp
-def _learned_angles(freq: Float[Array, "*rows R"], positions: Int[Array, "B T"]) -> Float[Array, "B T *rows R"]:
+def _learned_angles(
+    freq: Float[Array, "*rotations R"], positions: Int[Array, "B T"]
+) -> Float[Array, "B T *rotations R"]:
     exact = angles(jnp.stack(fraction_of_rotation(freq), axis=-1), positions)
     return jnp.where(jnp.isfinite(freq), exact, jnp.nan)  # which no integer can say
 
@@ -118,10 +122,10 @@ def _learned_angles_derivative(primals, tangents):  # noqa: ANN001, ANN202
 
 
 def rotation_tables(
-    freq: UInt32[Array, "*rows R 2"] | Float[Array, "*rows R"],
-    gain: Float[Array, "*rows R"],
+    freq: UInt32[Array, "*rotations R 2"] | Float[Array, "*rotations R"],
+    gain: Float[Array, "*rotations R"],
     positions: Int[Array, "B T"],
-) -> tuple[Float[Array, "B T *rows R"], Float[Array, "B T *rows R"]]:
+) -> tuple[Float[Array, "B T *rotations R"], Float[Array, "B T *rotations R"]]:
     """cos and sin of every pair's angle at every position, times the pair's gain; float32.
 
     Args:
@@ -213,3 +217,62 @@ def apply_p_rope(
     if inputs.shape[-1] != head_dim:
         raise ConfigError(f"apply_p_rope: head_dim is {head_dim}, but the inputs have {inputs.shape[-1]} channels.")
     return apply_encoding(inputs, positions, Rope(base=float(max_wavelength), fraction=rope_percentage))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a checkpoint's heads pair channels.
+
+    Attributes:
+      pairs: among the r channels that rotate, "half" pairs i with i + r / 2, and "interleaved" 2i with 2i + 1.
+      rotated: r, the number of first channels that rotate. None: all of them.
+    """
+
+    pairs: Literal["half", "interleaved"] = "half"
+    rotated: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.pairs not in ("half", "interleaved"):
+            raise ConfigError(f"Layout.pairs is {self.pairs!r}; it must be half or interleaved.")
+        rotated = self.rotated
+        if rotated is not None and (rotated < 0 or rotated % 2):
+            raise ConfigError(f"Layout.rotated is {rotated}; give an even number of channels, or None for all of them.")
+
+
+CANONICAL = Layout()
+
+
+def channel_order(layout: Layout, head_dim: int) -> Int[np.ndarray, "K"]:
+    """The permutation of a head's channels that makes a layout canonical: `canonical = array[..., order]`.
+
+    Unrotated channels keep their order, half of them after each half of the rotated ones.
+
+    Raises:
+      ConfigError: an odd head_dim, or more rotated channels than it has.
+    """
+    if head_dim <= 0 or head_dim % 2:
+        raise ConfigError(f"head_dim is {head_dim}; it must be even and positive.")
+    rotated = head_dim if layout.rotated is None else layout.rotated
+    if rotated > head_dim:
+        raise ConfigError(f"Layout.rotated is {rotated}, more than the {head_dim} channels of a head.")
+    rotating, passing = np.arange(rotated), np.arange(rotated, head_dim)
+    if layout.pairs == "interleaved":
+        first, second = rotating[0::2], rotating[1::2]
+    else:
+        first, second = np.split(rotating, 2)
+    rest_first, rest_second = np.split(passing, 2)
+    return np.concatenate([first, rest_first, second, rest_second])
+
+
+def to_canonical(array: Shaped[Any, "..."], layout: Layout) -> Shaped[Any, "..."]:
+    """A checkpoint's array in canonical channel order; its last axis has the K channels of one head.
+
+    For query and key projections [D, H, K], their biases [H, K] and the scales of a per-head norm [K].
+    """
+    order = channel_order(layout, array.shape[-1])
+    return array if layout == CANONICAL else array[..., order]
+
+
+def from_canonical(array: Shaped[Any, "..."], layout: Layout) -> Shaped[Any, "..."]:
+    """The exact inverse of `to_canonical`."""
+    return array if layout == CANONICAL else array[..., np.argsort(channel_order(layout, array.shape[-1]))]

@@ -40,7 +40,7 @@ _SHARED: Limits = {
 LARGEST = 2.0**32  # of a number of a description that has no limits of its own; random seeds are as large
 
 
-class Checked:
+class CheckedFields:
     """Base of the descriptions, which are frozen dataclasses: raises a `ConfigError` for a value that is not valid.
 
     `limits` are of the fields that a class does not share with others. Any other number is at most `LARGEST` in size.
@@ -76,7 +76,7 @@ def stretch(length: int | None, original_length: int) -> float:
     return max(1.0, (length or 0) / original_length)
 
 
-class Scaling(Checked, ABC):
+class Scaling(CheckedFields, ABC):
     """Base of all scalings. `dynamic`: whether the frequencies depend on the length of the sequence."""
 
     dynamic: ClassVar[bool] = False
@@ -291,21 +291,6 @@ class LongRope(Scaling):
         return inv_freq / np.array(table), attention_factor
 
 
-@dataclass(frozen=True)
-class NotebookNTK(Scaling):
-    """The notebook's "NTK": w_i * factor^(2i/d). It makes slow pairs faster; NTK makes them slower.
-
-    In its code: `freqs = 1.0 / (base ** (2*i/d))`, `freqs = freqs * (scaling ** (i / (d/2)))`; in its text: "so that
-    lower frequencies rotate more slowly".
-    Only for comparison with the notebook; use `NTK` for anything else.
-    """
-
-    factor: float = 8.0
-
-    def scale(self, inv_freq: np.ndarray, base: float, dim: int, length: int | None) -> Scaled:
-        return inv_freq * self.factor ** (2.0 * np.arange(dim // 2) / dim), 1.0
-
-
 SCALINGS: dict[str, type[Scaling]] = {
     "pi": PI,
     "ntk": NTK,
@@ -315,5 +300,4 @@ SCALINGS: dict[str, type[Scaling]] = {
     "dynamic_yarn": DynamicYarn,
     "llama3": Llama3,
     "longrope": LongRope,
-    "notebook_ntk": NotebookNTK,
 }

@@ -13,11 +13,11 @@ import jax
 import numpy as np
 from jaxtyping import Float, UInt32
 
-from pe_lab.errors import ConfigError
+from pe_lab.errors import ConfigError, call
 from pe_lab.positional.codec import label, ranges, ranges_by
 from pe_lab.positional.encodings import frequencies
-from pe_lab.positional.hooks import HOOKS, Encoding, LayerHooks, call, has, has_hooks
-from pe_lab.positional.layers import Bands, Gaussian, Layer, Uniform
+from pe_lab.positional.hooks import HOOKS, Encoding, LayerHooks, has, has_hooks
+from pe_lab.positional.layers import Bands, Layer, Uniform
 from pe_lab.positional.registry import registered_name
 from pe_lab.positional.rotation import fixed_point_frequencies
 from pe_lab.terminal import table
@@ -37,7 +37,6 @@ class LayerStructure:
       window: see `Layer`.
       heads: `shared`: all heads have the same rotation; `grouped`: groups of query heads have different ones; `split`:
         heads of one group have different ones, so keys are rotated once per query head.
-      noisy: DoPE replaces queries and keys of some heads by noise.
       hooks: the encodings that are more than frequencies and slopes.
     """
 
@@ -45,7 +44,6 @@ class LayerStructure:
     slopes: bool = False
     window: int | None = None
     heads: Literal["shared", "grouped", "split"] = "shared"
-    noisy: bool = False
     hooks: tuple[LayerHooks, ...] = ()
 
 
@@ -60,8 +58,6 @@ class Schedule:
       fixed_freq: [N, H, R, 2] `inv_freq` in fixed point (see `fixed_point_frequencies`); the rotation uses it.
       alibi_slope: [N, H] logit penalty per token of distance.
       logit_scale: [N] factor on the attention logits (DroPE's beta).
-      noise: [N, H] seed of a head whose queries and keys are noise (DoPE-by-Gaussian); 0 = none.
-      noise_sigma: [N] standard deviation of the noise; 0 = that of the components of the layer's other heads.
       structure: one `LayerStructure` per layer.
       same_rotation: all layers that rotate have the same rotation, so one table serves them all.
     """
@@ -71,8 +67,6 @@ class Schedule:
     fixed_freq: UInt32[ArrayLike, "N H R 2"]
     alibi_slope: Float[ArrayLike, "N H"]
     logit_scale: Float[ArrayLike, " N"]
-    noise: UInt32[ArrayLike, "N H"]
-    noise_sigma: Float[ArrayLike, " N"]
     structure: tuple[LayerStructure, ...] = field(metadata={"static": True})
     same_rotation: bool = field(default=False, metadata={"static": True})
 
@@ -96,29 +90,20 @@ class Schedule:
         ]
         return f"<table><thead><tr>{header_cells}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
 
-    def generalize(
-        self,
-        heads: Literal["shared", "grouped", "split"] = "shared",
-        slopes: bool = False,
-        noisy: bool = False,
-    ) -> Schedule:
+    def generalize(self, heads: Literal["shared", "grouped", "split"] = "shared", slopes: bool = False) -> Schedule:
         """The same encoding with a more general structure: every layer rotates, by angle 0 where it did not.
 
-        A layer whose hook encodes queries and keys rotates only if it did, or for noise: the hook may make heads of
-        more channels than a rotation is for.
-        Schedules with the same windows that are generalized with the same arguments share one compilation. `heads`,
-        `slopes` and `noisy` are added to the structure that this schedule needs. Noise is drawn per query head, so
-        `noisy` implies split heads.
+        A layer whose hook encodes queries and keys rotates only if it did: the hook may make heads of more channels
+        than a rotation is for.
+        Schedules with the same windows and hooks that are generalized with the same arguments share one compilation.
+        `heads` and `slopes` are added to the structure that this schedule needs.
         """
-        if noisy:
-            heads = "split"
         order = ("shared", "grouped", "split")
         structure = tuple(
             dataclasses.replace(
                 s,
-                rotates=s.rotates or noisy or not any(has(one.encoding, "encode") for one in s.hooks),
+                rotates=s.rotates or not any(has(one.encoding, "encode") for one in s.hooks),
                 slopes=s.slopes or slopes,
-                noisy=s.noisy or noisy,
                 heads=max(s.heads, heads, key=order.index),
             )
             for s in self.structure
@@ -159,23 +144,21 @@ def build_schedule(
         if layer not in known:
             known[layer] = _layer_arrays(layer, num_heads, head_dim, length, f"layer {n}")
     parts = zip(*(known[layer] for layer in layers), strict=True)
-    inv_freq, gain, slope, noise, sigma = map(np.stack, parts)
+    inv_freq, gain, slope = map(np.stack, parts)
     fixed_freq = fixed_point_frequencies(inv_freq)
     hooks = layer_hooks(layers, num_heads)
     structure = [
         _structure(layer, *parts, num_kv_heads)
-        for layer, *parts in zip(layers, fixed_freq, gain, slope, noise, hooks, strict=True)
+        for layer, *parts in zip(layers, fixed_freq, gain, slope, hooks, strict=True)
     ]
     rotating = [n for n, s in enumerate(structure) if s.rotates]
-    alike = {(fixed_freq[n].tobytes(), gain[n].tobytes(), noise[n].tobytes()) for n in rotating}
+    alike = {(fixed_freq[n].tobytes(), gain[n].tobytes()) for n in rotating}
     return Schedule(
         inv_freq.astype(np.float32),
         gain.astype(np.float32),
         fixed_freq,
         slope.astype(np.float32),
         np.array([layer.scale_at(length) for layer in layers], np.float32),
-        noise,
-        sigma.max(axis=1, where=noise != 0, initial=0.0).astype(np.float32),
         tuple(structure),
         same_rotation=len(alike) == 1,
     )
@@ -184,13 +167,12 @@ def build_schedule(
 def _layer_arrays(
     layer: Layer, num_heads: int, head_dim: int, length: int | None, where: str
 ) -> tuple[np.ndarray, ...]:
-    """A layer's inv_freq and gain [H, R], slope, seed of the noise and sigma of the noise [H], as in `Schedule`.
+    """A layer's inv_freq and gain [H, R] and slope [H], as in `Schedule`.
 
     Its encoding gives those of all heads, which its edits of single heads change, in order.
     """
     inv_freq, gain = (np.tile(array, (num_heads, 1)) for array in frequencies(layer.encoding, head_dim, length))
     slope = _slopes(layer.encoding, num_heads)
-    noise, sigma = np.zeros(num_heads, np.uint32), np.zeros(num_heads)
     for edit in layer.heads:
         at = list(edit.heads)
         for head in at:
@@ -201,15 +183,10 @@ def _layer_arrays(
             gain[at] = np.where(slow == (edit.to.keep == "slow"), gain[at], 0.0)
         elif isinstance(edit.to, Uniform):
             gain[at] = 0.0
-        elif isinstance(edit.to, Gaussian):
-            noise[at], sigma[at] = edit.to.seed, edit.to.sigma or 0.0
-        else:
+        elif edit.to.stands_alone:
             inv_freq[at], gain[at] = frequencies(edit.to, head_dim, length)
             slope[at] = _slopes(edit.to, num_heads)[at]
-            noise[at] = 0
-    if len(np.unique(sigma[noise != 0])) > 1:
-        raise ConfigError(f"{where}: its Gaussian heads have different sigmas; a layer can have one.")
-    return inv_freq, gain, slope, noise, sigma
+    return inv_freq, gain, slope
 
 
 def _slopes(encoding: Encoding, num_heads: int) -> np.ndarray:
@@ -249,21 +226,19 @@ def _structure(
     fixed_freq: np.ndarray,
     gain: np.ndarray,
     slope: np.ndarray,
-    noise: np.ndarray,
     hooks: tuple[LayerHooks, ...],
     num_kv_heads: int,
 ) -> LayerStructure:
     """The structure that one layer's arrays [H, ...] need."""
-    noisy = bool(noise.any())
     rotation = np.concatenate([fixed_freq.astype(np.float64), gain[..., None]], axis=-1)  # [H, R, 3]
     groups = rotation.reshape(num_kv_heads, -1, *rotation.shape[1:])
-    heads: Literal["shared", "grouped", "split"] = "split"  # noise is drawn per query head
-    if not noisy and (rotation == rotation[:1]).all():
+    heads: Literal["shared", "grouped", "split"] = "split"
+    if (rotation == rotation[:1]).all():
         heads = "shared"
-    elif not noisy and (groups == groups[:, :1]).all():
+    elif (groups == groups[:, :1]).all():
         heads = "grouped"
-    rotates = bool(fixed_freq.any() or (gain != 1).any() or noisy)
-    return LayerStructure(rotates, bool(slope.any()), layer.window, heads, noisy, hooks)
+    rotates = bool(fixed_freq.any() or (gain != 1).any())
+    return LayerStructure(rotates, bool(slope.any()), layer.window, heads, hooks)
 
 
 def describe(
@@ -307,7 +282,7 @@ def _described(
         raise ConfigError(f"{len(layers)} layers cannot name the {schedule.num_layers} of this schedule.")
     rotated = (np.asarray(schedule.fixed_freq) != 0).any(-1)  # False where a frequency rounds to 0, as PI by 1e30 does
     freq, gain = np.asarray(schedule.inv_freq, np.float64), np.asarray(schedule.gain)
-    slope, scale, noise = (np.asarray(a) for a in (schedule.alibi_slope, schedule.logit_scale, schedule.noise))
+    slope, scale = np.asarray(schedule.alibi_slope), np.asarray(schedule.logit_scale)
 
     def columns(n: int) -> dict[str, str]:
         structure = schedule.structure[n]
@@ -322,7 +297,7 @@ def _described(
             "window": str(structure.window or "all"),
             "logit scale": f"{scale[n]:.4g}",
             "heads": structure.heads if structure.rotates else "none",
-            "other": _other(structure, int((noise[n] != 0).sum()), float(schedule.noise_sigma[n])),
+            "other": _other(structure),
         }
 
     described = [columns(n) for n in range(schedule.num_layers)]
@@ -347,9 +322,9 @@ def _range(values: np.ndarray) -> str:
     return f"{low:.4g}" if low == high else f"{low:.4g} .. {high:.4g}"
 
 
-def _other(structure: LayerStructure, noisy_heads: int, sigma: float) -> str:
-    """The properties of a layer that most encodings do not have."""
-    parts = [f"{noisy_heads} heads are noise" + (f" of sigma {sigma:g}" if sigma else "")] if noisy_heads else []
+def _other(structure: LayerStructure) -> str:
+    """The hooks of a layer's encodings."""
+    parts = []
     for encoding, _, heads in structure.hooks:
         where = f" on heads {ranges(heads)}" if heads else ""
         parts.append(f"{registered_name(encoding)}: {', '.join(hook for hook in HOOKS if has(encoding, hook))}{where}")

@@ -1,9 +1,14 @@
-"""Files and directories, local and on object stores: atomic writes, JSON and JSON lines, logs, copies, Orbax on S3."""
+"""Files and directories, local and on object stores: atomic writes, JSON and JSON lines, logs, copies."""
 
-from pe_lab.storage.conditional import create_file, replace_file
-from pe_lab.storage.copies import copies_directory, local_copy
-from pe_lab.storage.directories import check_place, new_directory, unfinished
-from pe_lab.storage.files import write_file, write_files
+from pe_lab.storage.directories import (
+    check_checkpoints,
+    check_place,
+    copies_directory,
+    local_copy,
+    new_directory,
+    unfinished,
+)
+from pe_lab.storage.files import create_file, replace_file, write_file, write_files
 from pe_lab.storage.inputs import InputFile, find_files, local_matches, open_file
 from pe_lab.storage.json_files import (
     json_object,
@@ -15,8 +20,7 @@ from pe_lab.storage.json_files import (
     write_records,
 )
 from pe_lab.storage.leases import LeaseTaken, lease, lease_is_live, owner_lives
-from pe_lab.storage.logs import AppendedLog, record_line
-from pe_lab.storage.orbax_paths import COMMIT_FILE, check_checkpoints, enable_orbax
+from pe_lab.storage.logs import AppendedLog, log_exists, read_log, record_line
 from pe_lab.storage.paths import (
     AnyPath,
     Entry,
@@ -34,6 +38,6 @@ from pe_lab.storage.paths import (
     read_bytes,
     remove,
     remove_tree,
+    s3_driver,
     store_errors,
 )
-from pe_lab.storage.segments import log_exists, read_log

@@ -1,7 +1,7 @@
 """Atomic writes of directories: whoever reads, also after a process was killed, finds one whole or not at all.
 
 On an object store a directory is filled on the local disk and put file after file, its marker last, by one process at a
-time.
+time. What lies on a store, and is read by something that needs a file of this machine, is copied to the local disk.
 """
 
 from __future__ import annotations
@@ -10,21 +10,39 @@ import contextlib
 import errno
 import fcntl
 import glob
+import hashlib
 import os
 import secrets
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from pe_lab.errors import ConfigError, StoreError
+from pe_lab.errors import ConfigError, DataError, StoreError
 from pe_lab.storage.leases import LeaseTaken, lease
-from pe_lab.storage.paths import AnyPath, exists, is_remote, listing, put_file, remove
+from pe_lab.storage.paths import (
+    AnyPath,
+    Entry,
+    absolute,
+    at_home,
+    entry,
+    exists,
+    filesystem,
+    is_remote,
+    listing,
+    put_file,
+    remove,
+    store_errors,
+)
 
 INCOMPLETE = ".incomplete"  # in a directory of a store while it is put: the lease of the process that does
+WHOLE = ".whole"  # in the directory of a copy that is complete
+RESERVED_BYTES = 2**30  # bytes of the disk that copies leave free
 NOT_EMPTY = "exists and is not empty. Choose another directory, or remove it."
+PATH_BYTES, NAME_BYTES = 4095, 255  # of a path, and of a name in it, on Linux
+BELOW_BYTES = 200  # of the path of a checkpoint's file below the directory of the steps, while it is written
 WRITER_SECONDS = 1.0  # between two looks whether another process has put a directory
 
 
@@ -95,6 +113,41 @@ def check_place(option: str, path: AnyPath, new: bool = False, file: bool = Fals
                 Path(probe, path.relative_to(there)).touch()
     except OSError as error:
         raise ConfigError(f"{what} cannot be written ({error.strerror or error}). Give another place.") from None
+
+
+def check_checkpoints(option: str, directory: AnyPath) -> None:
+    """Refuses a directory below which Orbax cannot write checkpoints, before there is one.
+
+    tensorstore takes a backslash for a slash, and refuses names that are not UTF-8 or end in its own suffixes.
+
+    Args:
+      option: what named it, for messages.
+      directory: which may not exist yet.
+
+    Raises:
+      ConfigError: the name is not taken as it is, or is so long that those of the files below it would be too long.
+    """
+    if is_remote(directory):
+        return
+    import tensorstore as ts
+
+    path = f"{absolute(directory)}/"
+    try:
+        taken = ts.KvStore.Spec({"driver": "file", "path": path}).to_json()["path"]
+    except (ValueError, RuntimeError):  # the latter for what is not UTF-8
+        taken = ""
+    what = f"{option} '{directory}'"
+    if taken != path:
+        raise ConfigError(
+            f"{what}: tensorstore, which writes checkpoints, cannot take this name. Choose one of UTF-8 text, without "
+            "a backslash."
+        )
+    size, longest = (
+        len(os.fsencode(path)) + BELOW_BYTES,
+        max(len(os.fsencode(part)) for part in absolute(directory).parts),
+    )
+    if size > PATH_BYTES or longest > NAME_BYTES:
+        raise ConfigError(f"{what}: the names of the checkpoints' files would be too long. Choose a shorter one.")
 
 
 def _refuse_filled(path: AnyPath, what: str) -> None:
@@ -209,3 +262,69 @@ def _locked(directory: Path, wait: bool = True) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Local copies
+
+
+def copies_directory() -> Path:
+    """Where copies are kept: `$PE_LAB_CACHE` or ~/.cache/pe_lab. It may be deleted when nothing runs."""
+    return at_home(os.environ.get("PE_LAB_CACHE") or "~/.cache/pe_lab") / "objects"
+
+
+def local_copy(path: AnyPath, check: Callable[[Path], None] = lambda copied: None) -> Path:
+    """A local file or directory with the content of a remote one; a local path itself.
+
+    It is fetched once for each content that the store has under the name, and is whole or not there.
+
+    Args:
+      path: a file or a directory.
+      check: is called with the copy before anyone else sees it, and raises if it is damaged.
+
+    Raises:
+      DataError: there is no such file, it does not fit the disk, or what arrived is not what the store lists.
+      StoreError: the store refuses, or does not answer.
+    """
+    if not is_remote(path):
+        return path
+    single = entry(path)
+    files = {"": single} if single else listing(path)
+    if not files:
+        raise DataError(f"There is no '{path}'.")
+    key = hashlib.sha256(repr((str(path), sorted((n, e.size, e.version) for n, e in files.items()))).encode())
+    directory = copies_directory() / key.hexdigest()[:24]
+    copy = directory / path.name
+    if (directory / WHOLE).is_file():
+        return copy
+    _check_space(path, sum(e.size for e in files.values()))
+    with new_directory(directory, marker=WHOLE) as building:
+        for name, expected in files.items():
+            source, target = (path / name, building / path.name / name) if name else (path, building / path.name)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _fetch(source, target, expected)
+        check(building / path.name)
+        (building / WHOLE).touch()
+    return copy
+
+
+def _check_space(path: AnyPath, size: int) -> None:
+    """`DataError` if a copy does not fit the disk."""
+    where = copies_directory()
+    where.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(where).free
+    if size + RESERVED_BYTES > free:
+        raise DataError(
+            f"'{path}' takes {size / 1e9:.2f} GB, and {where}, to which it is copied, has {free / 1e9:.2f} GB free. "
+            "Free space there, or name another directory with PE_LAB_CACHE."
+        )
+
+
+def _fetch(source: AnyPath, target: Path, expected: Entry) -> None:
+    """Downloads one file, and compares it with its entry."""
+    with store_errors(source):
+        filesystem(source).get_file(str(source), str(target))
+    with open(target, "rb") as file:
+        found = hashlib.file_digest(file, "md5").hexdigest() if expected.md5 else None
+    if target.stat().st_size != expected.size or found != expected.md5:
+        raise DataError(f"'{source}' arrived damaged: its size or MD5 is not that of the store. Repeat the command.")

@@ -1,15 +1,20 @@
-"""Atomic writes of files: whoever reads, also after a process was killed, finds a file whole or not at all."""
+"""Files written atomically: whoever reads, also after a process was killed, finds a file whole or not at all.
+
+Of several processes one creates a file if it is absent, or replaces it if it is unchanged: a lease is made of these.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import os
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
 from pe_lab.errors import DataError
-from pe_lab.storage.paths import AnyPath, is_remote, put
+from pe_lab.storage.paths import AnyPath, filesystem, is_remote, post, put, read_bytes, store_errors
 
 
 def write_file(path: AnyPath, content: bytes | str, advice: str = "", private: bool = False) -> AnyPath:
@@ -59,3 +64,110 @@ def _write_local(files: Mapping[Path, bytes], advice: str, private: bool) -> Non
         for temporary, _ in renames:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files of one of several processes
+
+
+def create_file(path: AnyPath, content: bytes) -> bool:
+    """Writes a file that does not exist yet, whole where the file system has hard links; False if there is another one.
+
+    Of several processes that try at the same time one succeeds: their contents must differ.
+    """
+    if not is_remote(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        try:
+            temporary.write_bytes(content)
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                raise
+            except OSError:  # a file system without hard links
+                _create_in_place(path, content)
+        except FileExistsError:
+            return _content(path) == content  # it may be gone again
+        finally:
+            temporary.unlink(missing_ok=True)
+        return True
+    try:
+        with store_errors(path):
+            if str(path).startswith("gs://"):
+                post(path, content, ifGenerationMatch="0")
+            else:
+                filesystem(path).pipe_file(str(path), content, mode="create")
+    except FileExistsError:  # also where an answer was lost, and the request repeated
+        return _content(path) == content
+    return True
+
+
+def _create_in_place(path: Path, content: bytes) -> None:
+    """`create_file` where a whole file cannot be given a name that is free: for a moment the file is there without it.
+
+    A lease without content is one of a process that nothing is known of: its renewals decide.
+    """
+    number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        with os.fdopen(number, "wb") as file:
+            file.write(content)
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def replace_file(path: AnyPath, content: bytes, expected: bytes) -> bool:
+    """Replaces a file that holds `expected`; False if it is gone or holds anything else but `content`."""
+    if not is_remote(path):
+        return _replace_local(path, content, expected)
+    store = filesystem(path)
+    try:
+        with store_errors(path):
+            if str(path).startswith("gs://"):
+                # The generation first: content that is read after it is of it or of a later one.
+                generation = store.info(str(path))["generation"]
+                if _content(path) != expected:
+                    return _content(path) == content
+                post(path, content, ifGenerationMatch=generation)
+            else:
+                tag = store.info(str(path))["ETag"]
+                if _content(path) != expected:
+                    return _content(path) == content
+                bucket, key, _ = store.split_path(str(path))
+                store.call_s3("put_object", Bucket=bucket, Key=key, Body=content, IfMatch=tag)
+    except FileNotFoundError:
+        return False
+    except Exception:
+        # A precondition that failed; or an answer that was lost, and the request repeated.
+        found = _content(path)
+        if found not in (expected, None):
+            return found == content
+        raise
+    return True
+
+
+def _content(path: AnyPath) -> bytes | None:
+    """The content of a file; None if there is none."""
+    with contextlib.suppress(FileNotFoundError):
+        return read_bytes(path)
+    return None
+
+
+def _replace_local(path: Path, content: bytes, expected: bytes) -> bool:
+    """`replace_file` on a disk: under the lock of the directory."""
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(directory, fcntl.LOCK_EX)
+        found = _content(path)
+        if found != expected:
+            return found == content
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        try:
+            temporary.write_bytes(content)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        return True
+    finally:
+        os.close(directory)

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from pe_lab.errors import DataError, UserError
 from pe_lab.storage.files import write_file
+from pe_lab.storage.logs import log_exists, read_log
 from pe_lab.storage.paths import AnyPath, is_remote, read_bytes
-from pe_lab.storage.segments import log_exists, read_log
 
 Kind = TypeVar("Kind", dict, list)
 

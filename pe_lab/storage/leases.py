@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pe_lab.errors import DataError, UserError
-from pe_lab.storage.conditional import create_file, replace_file
+from pe_lab.storage.files import create_file, replace_file
 from pe_lab.storage.json_files import json_object
 from pe_lab.storage.paths import AnyPath, is_full, read_bytes, remove
 

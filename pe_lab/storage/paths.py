@@ -232,7 +232,7 @@ def post(path: AnyPath, content: bytes, **conditions: str) -> None:
     bucket, key, _ = store.split_path(str(path))
     stored = store.call(
         "POST",
-        f"{store._location}/upload/storage/v1/b/{bucket}/o",
+        f"{store.base.removesuffix('/storage/v1/')}/upload/storage/v1/b/{bucket}/o",
         uploadType="media",
         name=key,
         data=content,

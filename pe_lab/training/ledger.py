@@ -1,14 +1,13 @@
 """The ledger of a run's time: every second of its life, over all of its starts, is in one bucket.
 
-`ledger.jsonl` has a record for every few seconds of a process's life. Each holds the seconds by bucket since the record
-before it, so that their sum is the time that has passed, and a process that is killed loses the last few seconds: they
-count as `down`, with the time until the next start.
+`ledger.jsonl` has a record for every few seconds of the life of a process, or of a call of `pe_lab.fit`. Each holds
+the seconds by bucket since the record before it, so that their sum is the time that has passed, and a process that is
+killed loses the last few seconds: they count as `down`, with the time until the next start.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import threading
 import time
@@ -19,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from pe_lab.storage import AnyPath, AppendedLog, json_object, read_log
+from pe_lab.storage.run_files import whole_records
 
-FILE = "ledger.jsonl"
 BUCKETS = (
     "start_up",  # from the creation of the process to the loop, and between phases
     "compile",  # the first step, which compiles
@@ -46,14 +45,16 @@ def process_age() -> float:
 
 
 class Ledger:
-    """The time of this process, from its creation on.
+    """The time of a run in this process, from `age` seconds ago on.
 
     Once it is open, a thread appends a record every `RECORD_SECONDS`. Without a path nothing is written.
+
+    Attributes:
+      path: of the file; it may be set until the ledger is opened.
     """
 
-    def __init__(self, path: AnyPath | None = None):
-        self._path, self._lock, self._done = path, threading.RLock(), threading.Event()
-        age = process_age()
+    def __init__(self, path: AnyPath | None = None, age: float = 0.0):
+        self.path, self._lock, self._done = path, threading.RLock(), threading.Event()
         self._created, self._mark = time.time() - age, time.monotonic() - age
         self._bucket = "start_up"
         self._seconds: Counter[str] = Counter()
@@ -63,15 +64,15 @@ class Ledger:
         self._reached: dict[str, int] = {}  # the highest step by phase, of this start and the earlier ones
 
     def open(self) -> None:
-        """Begins to write, from the creation of the process on: there is something to train."""
-        if self._path is None or self._log is not None:
+        """Begins to write, from the start on: there is something to train."""
+        if self.path is None or self._log is not None:
             return
-        records = read_ledger(self._path)
+        records = read_ledger(self.path)
         for record in records:
             phase, step = record.get("phase", ""), record.get("step", 0)
             self._reached[phase] = max(step, self._reached.get(phase, 0))
         self._start = 1 + max((record["start"] for record in records), default=0)
-        self._log = AppendedLog(self._path, waits=True)
+        self._log = AppendedLog(self.path, waits=True)
         self._write()
         self._thread = threading.Thread(target=self._record_regularly, name="ledger", daemon=True)
         self._thread.start()
@@ -155,23 +156,6 @@ def read_ledger(path: AnyPath) -> list[dict[str, Any]]:
     return whole_records([json_object(line) or {} for line in lines if line.strip()])
 
 
-def whole_records(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The records that have all of their numbers; others, of a damaged file, are left out."""
-
-    def numbers(values: Sequence[Any]) -> bool:
-        return all(isinstance(value, int | float) and math.isfinite(value) for value in values)
-
-    return [
-        dict(record)
-        for record in records
-        if isinstance(record.get("seconds"), dict)
-        and numbers([record.get(key) for key in ("start", "time", "created")])
-        and numbers(list(record["seconds"].values()))
-        and isinstance(record.get("step", 0), int)
-        and isinstance(record.get("phase", ""), str)
-    ]
-
-
 @dataclass(frozen=True)
 class Balance:
     """The seconds of a run by bucket: of each start, with the time `down` before it.
@@ -222,3 +206,53 @@ def balance(records: Sequence[Mapping[str, Any]]) -> Balance:
                 starts[record["start"]][bucket] += seconds
         last = record["time"]
     return Balance(tuple(dict(start) for start in starts.values()))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The time of a step
+
+# What the loop waits for. The rest of a step's time is the host's own: starting programs and writing logs.
+WAITS = ("device", "input", "validation", "checkpoint")
+_BUCKETS = {"input": "data_wait", "validation": "validation", "checkpoint": "save_blocking"}  # of the ledger
+
+
+class StepTimes:
+    """The seconds that the loop has waited, by what it waited for.
+
+    The loop starts a step before it waits for the metrics of the step before. As long as it waits for the device, the
+    device has work, and the time of a step is the time of its computation; otherwise the device idles.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._waited: Counter[str] = Counter()
+        self._ledger = ledger
+
+    @contextlib.contextmanager
+    def wait(self, what: str) -> Iterator[None]:
+        """Counts the time of the block as waiting for one of `WAITS`, and names it in a trace."""
+        import jax
+
+        start = time.perf_counter()
+        bucket = _BUCKETS.get(what)
+        with (
+            jax.profiler.TraceAnnotation(f"wait for {what}" if what in ("device", "input") else what),
+            self._ledger.time(bucket) if bucket else contextlib.nullcontext(),
+        ):
+            yield
+        self._waited[what] += time.perf_counter() - start
+
+    def dispatch(self) -> contextlib.AbstractContextManager[None]:
+        """The context in which to start a step. On a CPU, XLA may compute it in this thread: the time of the device."""
+        import jax
+
+        return self.wait("device") if jax.default_backend() == "cpu" else contextlib.nullcontext()
+
+    def clear(self) -> None:
+        """Forgets what was waited for so far."""
+        self._waited.clear()
+
+    def split(self, steps: int, seconds: float) -> dict[str, float]:
+        """Seconds of one step by part, of `steps` that took `seconds` since the previous call: WAITS and host."""
+        parts = {what: self._waited[what] / steps for what in WAITS}
+        self.clear()
+        return parts | {"host": max(0.0, seconds / steps - sum(parts.values()))}

@@ -4,34 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-import jax
-
-from pe_lab.checkpoints.checkpoint import metadata_of
-from pe_lab.config import Config, to_json
-from pe_lab.errors import DataError
-from pe_lab.identity import config_hash
-from pe_lab.model import Flops
-from pe_lab.positional import describe, label
-from pe_lab.positional.codec import ranges
+from pe_lab.config import to_json
+from pe_lab.identity import config_hash, versions
 from pe_lab.storage import (
     AnyPath,
     AppendedLog,
-    read_records,
-    record_line,
     salvage_records,
     write_json,
 )
 from pe_lab.storage.manifest import salvage_sealed, sealed
+from pe_lab.storage.run_files import LOGS, PHASE_FILE, LogDigest, no_step
 from pe_lab.terminal import console
-from pe_lab.training.machine import Peak, versions
-from pe_lab.training.profiling import WAITS
-from pe_lab.training.run import PhasePlan, Run
-from pe_lab.training.trackers import Background, Session, numbers_of, open_trackers
+from pe_lab.training.ledger import WAITS, StepTimes
+from pe_lab.training.trackers import Background, numbers_of
 
-PHASE_FILE, LOGS = "phase.json", ("metrics", "speed", "spikes")
+if TYPE_CHECKING:  # pe_lab.verify reads logs, and does without JAX
+    from pe_lab.model import Flops
+    from pe_lab.training.plan import PhasePlan
+    from pe_lab.training.run import Run
+
+
+def _writes() -> bool:
+    """Whether this is the process that writes."""
+    import jax
+
+    return jax.process_index() == 0
 
 
 class PhaseLogs:
@@ -43,20 +44,20 @@ class PhaseLogs:
         resume_step: int,
         left_out: Collection[int] = (),
         expected: Mapping[str, Any] | None = None,
-        config: Config | None = None,
+        trackers: Callable[[int], Sequence[Background]] = lambda skip: (),
     ):
         """Opens the logs, without the records after `resume_step`, whose steps are trained again.
 
         At step 0 no record is kept: the phase starts over, and logs step 0 again. Rewinds that left out batches of
         `left_out` stay, whatever their step: these batches are not met again. If metrics.jsonl is not what `digest`
-        was when the checkpoint was saved (`expected`), a line says so. `config` of the run names the trackers; without
-        it there is TensorBoard alone.
+        was when the checkpoint was saved (`expected`), a line says so. `trackers` opens the trackers; those that cannot
+        forget get no step up to `skip` (-1: any), which are computed again with the same result.
         """
-        self._digest, self.reached = _LogDigest(), -1  # the highest step that was logged before
+        self._digest, self.reached = LogDigest(), -1  # the highest step that was logged before
         self._logs: dict[str, AppendedLog] = {}
         self._directory = directory
-        self._trackers: list[Background] = []
-        if jax.process_index() != 0:
+        self._trackers: Sequence[Background] = ()
+        if not _writes():
             return
 
         def stays(record: Mapping[str, Any]) -> bool:
@@ -66,7 +67,7 @@ class PhaseLogs:
 
         for name in LOGS:
             path = directory / f"{name}.jsonl"
-            records = salvage_records(path, _no_step, console().print)
+            records = salvage_records(path, no_step, console().print)
             if name != "spikes" or records:
                 kept = [record for record in records if stays(record)]
                 self._logs[name] = AppendedLog(path, kept, waits=True)
@@ -76,12 +77,11 @@ class PhaseLogs:
         if expected not in (None, self.digest):
             console().print(f"DAMAGED: {directory / 'metrics.jsonl'} is not what was logged up to step {resume_step}")
         # After a rewind, the steps that are trained again have other values.
-        skip = -1 if left_out else self.reached
-        self._trackers = open_trackers(Session(directory, resume_step, skip, config), console().print)
+        self._trackers = trackers(-1 if left_out else self.reached)
 
     def write(self, name: str, record: Mapping[str, Any]) -> None:
         """Appends a record of one step to a log of `LOGS`; numbers of metrics and speed also go to the trackers."""
-        if jax.process_index() != 0:
+        if not _writes():
             return
         if name not in self._logs:  # spikes.jsonl exists where there was one
             self._logs[name] = AppendedLog(self._directory / f"{name}.jsonl", waits=True)
@@ -112,79 +112,53 @@ class PhaseLogs:
                 stack.callback(one.close)
 
 
-def _no_step(record: Mapping[str, Any]) -> str:
-    """Why a record of a log cannot be placed; "" if it can."""
-    step = record.get("step")
-    return "" if isinstance(step, int) and not isinstance(step, bool) else "no step"
-
-
-def log_damage(directory: AnyPath, name: str, step: int = 0, expected: Mapping[str, Any] | None = None) -> str:
-    """What is wrong with a log of a phase; "" if nothing is.
+class Speed:
+    """How fast the steps of a session are: a record for each second or so.
 
     Args:
-      directory: of the phase.
-      name: one of `LOGS`.
-      step, expected: of its last checkpoint, and the `digest` of metrics.jsonl up to there.
+      flops: per token.
+      times: what the loop waits for.
+      step: at which the session begins.
     """
-    path, digest = directory / f"{name}.jsonl", _LogDigest()
-    try:
-        for record in read_records(path, partial=True, check=_no_step):
-            if record["step"] <= step:
-                digest.add(record)
-    except DataError as error:
-        return str(error)
-    if name == "metrics" and expected not in (None, digest.value):
-        return f"{path} is not what was logged up to step {step}."
-    return ""
 
-
-class _LogDigest:
-    """The digest of metrics.jsonl without the records of rewinds, which stay when the log goes back to a checkpoint."""
-
-    def __init__(self) -> None:
-        import google_crc32c
-
-        self._checksum, self._size = google_crc32c.Checksum(), 0
-
-    def add(self, *records: Mapping[str, Any]) -> None:
-        for record in records:
-            if record.get("event") != "rewind":
-                line = record_line(record)
-                self._checksum.update(line)
-                self._size += len(line)
+    def __init__(self, run: Run, phase: PhasePlan, flops: Flops, times: StepTimes, step: int):
+        self._phase, self._flops, self._peak, self._times = phase, flops, run.peak, times
+        self._began = self._timer = time.perf_counter()
+        self._step = step
 
     @property
-    def value(self) -> dict[str, Any]:
-        return {"size": self._size, "crc32c": self._checksum.hexdigest().decode()}
+    def seconds(self) -> float:
+        """Since the start of the session."""
+        return time.perf_counter() - self._began
 
+    def begin(self, step: int) -> None:
+        """Counts from now on: the steps up to `step` have compiled."""
+        self._timer, self._step = time.perf_counter(), step
+        self._times.clear()
 
-def speed_record(
-    phase: PhasePlan,
-    flops: Flops,
-    peak: Peak,
-    step: int,
-    tokens: int,
-    steps: int,
-    seconds: float,
-    total: float,
-    split: Mapping[str, float],
-) -> dict[str, Any]:
-    """The speed of the last `steps` steps, which took `seconds`, `total` seconds after the start of the session.
+    def record(self, step: int, tokens: int, at_once: bool = False) -> dict[str, Any] | None:
+        """The speed of the steps since the last record; None as long as they took less than a second.
 
-    `tokens` were read in the phase so far.
-    `split` has the seconds of a step by part, as `StepTimes.split`.
-    """
-    rate = steps * phase.tokens_per_step / seconds
-    return {
-        "step": step,
-        "tokens": tokens,
-        "seconds": round(total, 3),
-        "tokens_per_second": round(rate, 1),
-        "mfu_full": round(rate * flops.full / peak.flops, 4) if peak.flops else None,
-        "mfu_causal": round(rate * flops.causal / peak.flops, 4) if peak.flops else None,
-        "step_seconds": round(seconds / steps, 6),
-        **{f"{part}_seconds": round(part_seconds, 6) for part, part_seconds in split.items()},
-    }
+        Args:
+          tokens: that were read in the phase so far.
+          at_once: whatever they took.
+        """
+        seconds, steps = time.perf_counter() - self._timer, step - self._step
+        if seconds <= 1.0 and not at_once:
+            return None
+        split, rate = self._times.split(steps, seconds), steps * self._phase.tokens_per_step / seconds
+        flops, peak = self._flops, self._peak.flops
+        self._timer, self._step = self._timer + seconds, step
+        return {
+            "step": step,
+            "tokens": tokens,
+            "seconds": round(self.seconds, 3),
+            "tokens_per_second": round(rate, 1),
+            "mfu_full": round(rate * flops.full / peak, 4) if peak else None,
+            "mfu_causal": round(rate * flops.causal / peak, 4) if peak else None,
+            "step_seconds": round(seconds / steps, 6),
+            **{f"{part}_seconds": round(part_seconds, 6) for part, part_seconds in split.items()},
+        }
 
 
 def speed_text(speed: Mapping[str, Any]) -> str:
@@ -206,7 +180,6 @@ def write_phase(
     run: Run,
     phase: PhasePlan,
     flops: Flops,
-    peak: Peak,
     lineage: Sequence[Mapping[str, Any]],
     status: str,
     started: int,
@@ -214,11 +187,14 @@ def write_phase(
 ) -> None:
     """Writes phase.json, with its own digest, for the report.
 
-    `flops` is per token, `peak` that of the machine, `lineage` of the checkpoint that was read or saved last, `status`
-    running or complete; the session began at step `started` and took `seconds`.
+    `flops` is per token, `lineage` of the checkpoint that was read or saved last, `status` running or complete; the
+    session began at step `started` and took `seconds`.
     """
-    if jax.process_index() != 0:
+    if not _writes():
         return
+    from pe_lab.positional import describe, label
+    from pe_lab.positional.codec import ranges
+
     model = run.models[phase.index]
     encodings = []
     for encoding, equal in itertools.groupby(enumerate(phase.layers), key=lambda item: label(item[1])):
@@ -240,8 +216,8 @@ def write_phase(
         "random_positions": phase.config.random_positions,
         "flops_per_token_full": flops.full,
         "flops_per_token_causal": flops.causal,
-        "peak_flops": peak.flops or None,
-        "peak_source": peak.source,
+        "peak_flops": run.peak.flops or None,
+        "peak_source": run.peak.source,
         "positional": encodings,
         "describe": describe(phase.schedule, phase.layers),
         "packing": run.config.data.packing,
@@ -260,16 +236,16 @@ def mark_complete(directory: AnyPath, expected: Mapping[str, Any] | None = None)
     the last checkpoint, `expected`. Returns whether there is a whole phase.json.
     """
     path, record = directory / PHASE_FILE, {"status": "complete"}
-    if jax.process_index() == 0:
+    if _writes():
         logs = {}
         for name in LOGS:
             told: list[str] = []
-            logs[name] = salvage_records(directory / f"{name}.jsonl", _no_step, told.append)
+            logs[name] = salvage_records(directory / f"{name}.jsonl", no_step, told.append)
             if told:
                 console().print(told[0])
                 AppendedLog(directory / f"{name}.jsonl", logs[name]).close()
         record = salvage_sealed(path, console().print)
-        found = _LogDigest()
+        found = LogDigest()
         found.add(*logs["metrics"])
         if expected not in (None, found.value):
             console().print(f"DAMAGED: {directory / 'metrics.jsonl'} is not what was logged")
@@ -292,6 +268,10 @@ def checkpoint_metadata(
     `tokens` were read in the phase so far. `stability` is the state of its `Monitor`, `log` the digest of
     metrics.jsonl.
     """
+    import jax
+
+    from pe_lab.checkpoints.store import metadata_of
+
     model, seed, step = run.models[phase.index].config, run.config.seed, lineage[-1]["step"]
     return metadata_of(
         model,

@@ -9,24 +9,24 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from pe_lab.config import ExtensionConfig, OptimizerConfig
+from pe_lab.config import OptimizerConfig, ProlongedConfig
 from pe_lab.errors import ConfigError
 from pe_lab.positional import Parameter
 from pe_lab.training.muon import add_cautious_decay, is_matrix, scale_by_muon
 
 
-def learning_rate(config: OptimizerConfig, steps: int, extensions: Sequence[ExtensionConfig] = ()) -> optax.Schedule:
+def learning_rate(config: OptimizerConfig, steps: int, prolonged: Sequence[ProlongedConfig] = ()) -> optax.Schedule:
     """Learning rate by step (the first step is 0): linear warm-up, then cosine, WSD or constant.
 
     `cosine` falls to `final_fraction` of the peak, which it reaches one step after the last. `wsd` (warm-up, stable,
-    decay) holds the peak and falls linearly to the same value over the last `decay_fraction` of the steps. After an
-    extension it is what `extensions` say: see `_extended`.
+    decay) holds the peak and falls linearly to the same value over the last `decay_fraction` of the steps. Of a phase
+    that was made longer it is what `prolonged` says: see `_prolonged`.
 
     Raises:
       ConfigError: the schedule is unknown, or its parts do not fit in the steps.
     """
-    if extensions:
-        return _extended(config, steps, extensions)
+    if prolonged:
+        return _prolonged(config, steps, prolonged)
     peak, final = config.learning_rate, config.learning_rate * config.final_fraction
     warmup = config.warmup_steps
     if warmup >= steps:
@@ -59,33 +59,33 @@ def learning_rate(config: OptimizerConfig, steps: int, extensions: Sequence[Exte
     return optax.join_schedules([optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1)), after], [warmup])
 
 
-def _extended(config: OptimizerConfig, steps: int, extensions: Sequence[ExtensionConfig]) -> optax.Schedule:
-    """The schedule of an extended phase: up to step `at` of the last extension the former one, and then
+def _prolonged(config: OptimizerConfig, steps: int, prolonged: Sequence[ProlongedConfig]) -> optax.Schedule:
+    """The schedule of a phase that was made longer: up to step `at` of the last time the former one, and then
 
     stretch: the schedule of `steps`, as if they had been planned from the start.
     hold: the rate at which the former schedule ended.
     rewarm: from that rate up to the peak in `warmup_steps`, and then the schedule's shape over the added steps (Ibrahim
       et al. 2024, "Simple and Scalable Strategies to Continually Pre-train Large Language Models").
     """
-    last = extensions[-1]
-    before, added = learning_rate(config, last.steps, extensions[:-1]), steps - last.steps
+    last = prolonged[-1]
+    before, added = learning_rate(config, last.steps, prolonged[:-1]), steps - last.steps
     if added < 1 or last.at > last.steps:
-        raise ConfigError(f"extensions: {last.steps} steps, extended at step {last.at} to {steps}, are no extension.")
+        raise ConfigError(f"prolonged: {last.steps} steps, from step {last.at} on made {steps}, are not more steps.")
     if last.how == "stretch":
         after, origin = learning_rate(config, steps), 0
     elif last.how == "hold":
         rate = float(before(last.steps))
         if rate == 0:
             raise ConfigError(
-                "optimizer.on_extend is 'hold', but the schedule ended at the rate 0, with which nothing is trained. "
-                "Choose on_extend=rewarm, or a final_fraction above 0."
+                "optimizer.on_prolong is 'hold', but the schedule ended at the rate 0, with which nothing is trained. "
+                "Choose on_prolong=rewarm, or a final_fraction above 0."
             )
         after, origin = optax.constant_schedule(rate), last.at
     else:
         if config.warmup_steps >= added:
             raise ConfigError(
                 f"optimizer.warmup_steps is {config.warmup_steps}, but {added} steps are added, which begin with a "
-                "warm-up (on_extend=rewarm): warm up for fewer, or add more."
+                "warm-up (on_prolong=rewarm): warm up for fewer, or add more."
             )
         lowest, peak, origin = float(before(last.steps)), config.learning_rate, last.at
         shape, warmup = learning_rate(config, added), max(config.warmup_steps, 1)
@@ -104,11 +104,11 @@ def decays(path: tuple[Any, ...], axes: tuple[str | None, ...]) -> bool:
     return not name.endswith(("bias", "scale")) and len([axis for axis in axes if axis != "layers"]) > 1
 
 
-def last_at_peak(config: OptimizerConfig, steps: int, extensions: Sequence[ExtensionConfig] = ()) -> int:
+def last_at_peak(config: OptimizerConfig, steps: int, prolonged: Sequence[ProlongedConfig] = ()) -> int:
     """The last step of a `wsd` phase whose checkpoint the decay has not touched."""
-    start, last = 0, extensions[-1] if extensions else None
+    start, last = 0, prolonged[-1] if prolonged else None
     if last is not None and last.how == "hold":
-        return last_at_peak(config, last.steps, extensions[:-1])
+        return last_at_peak(config, last.steps, prolonged[:-1])
     if last is not None and last.how == "rewarm":
         start = last.steps
     return steps - int((steps - start) * config.decay_fraction) + 1  # the first step of the decay has the peak
@@ -129,7 +129,7 @@ def make_optimizer(
     config: OptimizerConfig,
     steps: int,
     axes: Any,
-    extensions: Sequence[ExtensionConfig] = (),
+    prolonged: Sequence[ProlongedConfig] = (),
     learned: Mapping[str, Mapping[str, Parameter]] | None = None,
 ) -> optax.GradientTransformation:
     """Clipping by global norm, then AdamW, or Muon for the matrices of the layers and AdamW for the rest.
@@ -138,7 +138,7 @@ def make_optimizer(
     rates and the decay that their encodings choose.
 
     Args:
-      config, steps, extensions: as for `learning_rate`.
+      config, steps, prolonged: as for `learning_rate`.
       axes: `Model.axes`.
       learned: `Model.encoding_settings`.
     """
@@ -170,7 +170,7 @@ def make_optimizer(
     mask, multipliers = by_parameter(decayed), by_parameter(multiplier)
     clip = optax.clip_by_global_norm(config.clip_norm)
     adam = dict(b1=config.b1, b2=config.b2, eps=config.epsilon)
-    rate, decay = learning_rate(config, steps, extensions), config.weight_decay
+    rate, decay = learning_rate(config, steps, prolonged), config.weight_decay
     if config.name == "adamw":
         chained = optax.chain(clip, optax.adamw(rate, **adam, weight_decay=decay, mask=mask))
     else:

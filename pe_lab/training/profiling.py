@@ -1,15 +1,11 @@
-"""Where the time of a step goes: what the loop waits for, and traces of steps for XProf."""
+"""Traces of steps for XProf."""
 
 from __future__ import annotations
 
-import contextlib
 import re
 import shutil
 import socket
 import tempfile
-import time
-from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,45 +13,6 @@ import jax
 
 from pe_lab.errors import ConfigError
 from pe_lab.storage import AnyPath, write_file
-from pe_lab.training.ledger import Ledger
-
-# What the loop waits for. The rest of a step's time is the host's own: starting programs and writing logs.
-WAITS = ("device", "input", "validation", "checkpoint")
-_BUCKETS = {"input": "data_wait", "validation": "validation", "checkpoint": "save_blocking"}  # of the ledger
-
-
-class StepTimes:
-    """The seconds that the loop has waited, by what it waited for.
-
-    The loop starts a step before it waits for the metrics of the step before. As long as it waits for the device, the
-    device has work, and the time of a step is the time of its computation; otherwise the device idles.
-    """
-
-    def __init__(self, ledger: Ledger | None = None) -> None:
-        self._waited: Counter[str] = Counter()
-        self._ledger = ledger or Ledger()
-
-    @contextlib.contextmanager
-    def wait(self, what: str) -> Iterator[None]:
-        """Counts the time of the block as waiting for one of `WAITS`, and names it in a trace."""
-        start = time.perf_counter()
-        bucket = _BUCKETS.get(what)
-        with (
-            jax.profiler.TraceAnnotation(f"wait for {what}" if what in ("device", "input") else what),
-            self._ledger.time(bucket) if bucket else contextlib.nullcontext(),
-        ):
-            yield
-        self._waited[what] += time.perf_counter() - start
-
-    def dispatch(self) -> contextlib.AbstractContextManager[None]:
-        """The context in which to start a step. On a CPU, XLA may compute it in this thread: the time of the device."""
-        return self.wait("device") if jax.default_backend() == "cpu" else contextlib.nullcontext()
-
-    def split(self, steps: int, seconds: float) -> dict[str, float]:
-        """Seconds of one step by part, of `steps` that took `seconds` since the previous call: WAITS and host."""
-        parts = {what: self._waited[what] / steps for what in WAITS}
-        self._waited.clear()
-        return parts | {"host": max(0.0, seconds / steps - sum(parts.values()))}
 
 
 class Profiler:

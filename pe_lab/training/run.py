@@ -1,188 +1,234 @@
-"""A run before training: its phases are planned, its data is open, its models and mesh are made."""
+"""A run with what it opens: its data, its devices and the checkpoints that it starts from."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import secrets
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
 
 from pe_lab import storage
-from pe_lab.checkpoints import is_external, open_source
+from pe_lab.checkpoints.checkpoint import is_external, open_source
 from pe_lab.checkpoints.locating import DIRECTORY, steps_in, stored_metadata
-from pe_lab.checkpoints.source import Source
 from pe_lab.checkpoints.surgery import check_same_shape
-from pe_lab.config import Config, PhaseConfig, check_bounds, check_name
+from pe_lab.config import Config
 from pe_lab.data.held_out import validation_batches
 from pe_lab.data.needles import NeedleWindows
 from pe_lab.data.pipeline import Pipeline, build_pipeline
-from pe_lab.data.tokenizers import Tokenizer
+from pe_lab.data.tokenizers import (
+    KIND_FILE,
+    Tokenizer,
+    load_saved_tokenizer,
+    load_tokenizer,
+    same_ids,
+    save_tokenizer,
+)
 from pe_lab.errors import CheckpointError, ConfigError, UserError
-from pe_lab.model import Model, complete, least_parameters
-from pe_lab.model.encoding_check import require_causal
-from pe_lab.parallel import AxisRules, balanced_order, check_batch, check_memory, make_mesh, use_mesh
-from pe_lab.parallel.topology import Chip, chip_of
-from pe_lab.positional import Layer, Schedule, build_schedule, layers
-from pe_lab.positional.codec import ranges_by
-from pe_lab.storage import AnyPath, absolute
-from pe_lab.training.inheritance import check_tokenizer
-from pe_lab.training.memory import choose_settings
+from pe_lab.model import Model
+from pe_lab.parallel import AxisRules
+from pe_lab.parallel.topology import chip_of
+from pe_lab.positional import label_layers
+from pe_lab.storage import AnyPath, absolute, exists, move_tree, new_directory, read_records
+from pe_lab.terminal import console
+from pe_lab.training.ledger import Ledger
 from pe_lab.training.optimizer import learning_rate
-from pe_lab.training.step import Batch, parameter_shardings
+from pe_lab.training.plan import PhasePlan, RunPlan, plan_run, start_path, vocabulary
+from pe_lab.training.profiling import Profiler
+from pe_lab.training.step import Batch
 from pe_lab.training.trackers import check_trackers
 
+if TYPE_CHECKING:
+    from pe_lab.language_model import LanguageModel
 
-@dataclass(frozen=True)
-class PhasePlan:
-    """A phase with its index in the run, its layers, and their schedule."""
-
-    index: int
-    config: PhaseConfig
-    layers: tuple[Layer, ...]
-    schedule: Schedule
-    qk_norm: str  # the phase's own, or the previous one
-
-    @property
-    def name(self) -> str:
-        return self.config.name
-
-    @property
-    def where(self) -> str:
-        """Its place in the config, for messages."""
-        return f"config.phases[{self.index}] ('{self.name}')"
-
-    @property
-    def tokens_per_step(self) -> int:
-        return self.config.batch_size * self.config.sequence_length
+METRICS = "metrics.jsonl"  # of a phase
 
 
-def plan_phases(config: Config) -> tuple[PhasePlan, ...]:
-    """Resolves and checks every phase.
+class Peak(NamedTuple):
+    """FLOP/s of all devices together, and the source of the number; 0 = unknown."""
 
-    Edits (`drop(...)`, `rescale(...)`) and an unset `qk_norm` refer to the phase or the checkpoint that a phase
-    starts from.
-
-    Raises:
-      UserError: a key of a phase is wrong; names the phase.
-    """
-    names = [phase.name for phase in config.phases]
-    if not names or len(set(names)) != len(names):
-        raise ConfigError(f"config.phases: each phase needs a name of its own; they are {names}.")
-    for what, name in [("config.name", config.name), *((f"config.phases[{i}].name", n) for i, n in enumerate(names))]:
-        check_name(what, name)
-    model = complete(dataclasses.replace(config.model, vocab_size=config.model.vocab_size or 1))
-    plans: list[PhasePlan] = []
-    for i, phase in enumerate(config.phases):
-        try:
-            if phase.random_positions and phase.random_positions < phase.sequence_length:
-                raise ConfigError(
-                    f"random_positions is {phase.random_positions}; {phase.sequence_length} different positions are "
-                    "drawn below it, so it must be at least that (or 0: positions 0, 1, 2, ...)."
-                )
-            continues = plans[-1] if plans and not phase.init_from else None
-            described = layers(phase.positional, model.layers, _layers_before(phase, continues))
-            schedule = build_schedule(described, model.heads, model.kv_heads, model.head_dim, phase.sequence_length)
-            if not phase.epochs:  # whose steps the data tell
-                learning_rate(phase.optimizer, phase.steps, phase.extensions)
-            qk_norm = phase.qk_norm or (continues.qk_norm if continues else model.qk_norm)
-            complete(dataclasses.replace(model, qk_norm=qk_norm))
-        except UserError as error:
-            raise type(error)(f"config.phases[{i}] ('{phase.name}'): {error}") from None
-        plans.append(PhasePlan(i, phase, described, schedule, qk_norm))
-    return tuple(plans)
+    flops: float
+    source: str
 
 
-def _layers_before(phase: PhaseConfig, continues: PhasePlan | None) -> tuple[Layer, ...] | None:
-    """The layers that an edit of this phase changes; None if it starts at random or its checkpoint is missing."""
-    if continues is not None:
-        return continues.layers
-    if phase.init_from in ("", "random") or not (is_external(phase.init_from) or _parent_path(phase).is_dir()):
-        return None
-    return open_source(phase.init_from).layers
+def peak_flops() -> Peak:
+    """The data sheet's peak of the accelerators. Of a CPU it is unknown, so no MFU is shown."""
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        return Peak(0.0, "unknown for a CPU")
+    chip = chip_of(device)
+    if chip.peak:
+        return Peak(chip.peak * jax.device_count(), f"{chip.name} data sheet, bf16")
+    return Peak(0.0, f"unknown for {device.device_kind}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Run:
-    """Everything that a run needs beside its checkpoints."""
+    """A run that is open: its plan, with the steps of epochs, its data, and what this start of it measures with.
 
-    config: Config
+    Attributes:
+      mixtures: of each phase, the sources of its data as JSON.
+      peak: of the devices, of which MFU is a fraction.
+      ledger: of the time of all phases.
+      profiler: counts the steps of all phases, and traces some.
+    """
+
+    plan: RunPlan
     workdir: AnyPath
-    models: tuple[Model, ...]  # one per phase; they differ in their QK-norm at most
-    mesh: Mesh
-    rules: AxisRules
-    phases: tuple[PhasePlan, ...]
-    mixtures: tuple[Sequence[dict[str, Any]], ...]  # of each phase
+    mixtures: tuple[Sequence[dict[str, Any]], ...]
     tokenizer: Tokenizer
+    peak: Peak
+    ledger: Ledger
+    profiler: Profiler
+
+    @functools.cached_property
+    def out(self) -> Any:
+        """The console of process 0; those of others are quiet."""
+        return console(quiet=jax.process_index() != 0)
+
+    @property
+    def config(self) -> Config:
+        return self.plan.config
+
+    @property
+    def phases(self) -> tuple[PhasePlan, ...]:
+        return self.plan.phases
+
+    @property
+    def models(self) -> tuple[Model, ...]:
+        """One for each phase."""
+        return self.plan.models
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.plan.mesh
+
+    @property
+    def rules(self) -> AxisRules:
+        return self.plan.rules
+
+    def directory(self, phase: PhasePlan) -> AnyPath:
+        """Where a phase's checkpoints and logs are."""
+        return self.workdir / phase.name
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The records of metrics.jsonl of all phases that have begun, each with the name of its `phase`."""
+        found = []
+        for phase in self.phases:
+            if exists(path := self.directory(phase) / METRICS):
+                found += [{"phase": phase.name, **record} for record in read_records(path, partial=True)]
+        return found
+
+    def language_model(self, phase: str = "") -> LanguageModel:
+        """The `LanguageModel` of the last checkpoint, or of that of a phase.
+
+        Raises:
+          CheckpointError: there is none, or it is damaged.
+        """
+        from pe_lab.language_model import load
+
+        return load(self.workdir / phase if phase else self.workdir)
+
+    def __repr__(self) -> str:
+        described = []
+        for phase in self.phases:
+            steps = steps_in(self.directory(phase) / DIRECTORY)
+            described.append(
+                f"{phase.name}: step {steps[-1] if steps else 0:,} of {phase.config.steps:,} with "
+                f"{label_layers(phase.layers)}"
+            )
+        size = f"{self.models[0].num_parameters:,} parameters"
+        return f"Run('{self.workdir}', {size}; {'; '.join(described)})"
 
 
-def open_run(config: Config, workdir: str | AnyPath, devices: Sequence[Any] | None = None) -> Run:
-    """Checks the config, opens (or prepares) its data, and builds the models; writes nothing to `workdir`.
+def open_run(
+    plan: RunPlan, workdir: str | AnyPath, ledger: Ledger | None = None, profiler: Profiler | None = None
+) -> Run:
+    """Opens (or prepares) the data of a plan, and checks the checkpoints that it starts from.
+
+    Writes nothing to `workdir`; what its checkpoints have read counts for phases of `epochs`. Without a ledger the time
+    is not kept.
 
     Raises:
-      UserError: the shapes, mesh, batch sizes, data or encodings would stop the run later.
+      UserError: the data or a checkpoint is missing, damaged, or does not fit; a tracker cannot be opened.
     """
-    workdir, rules = storage.path("the workdir", workdir), AxisRules()
-    check_bounds(config, "config")
-    _check_retention(config)
-    check_trackers(config.log, workdir)
-    phases = plan_phases(config)
-    mesh = make_mesh(config.mesh, devices)
-    for phase in phases:
-        _check_memory(config, phase, mesh)
-        check_batch(phase.config.batch_size, phase.config.accumulate, mesh, phase.where)
+    config, workdir = plan.config, storage.path("the workdir", workdir)
+    check_trackers(config.log.trackers, config.log.wandb.mode, workdir)
+    for phase in plan.phases:
         for source in config.data.sources:
             if source.source == "needles":
                 NeedleWindows(source.options, phase.config.sequence_length, 0, "train", 0)  # refuses short windows
-    parents = {phase.index: open_source(phase.config.init_from) for phase in phases if _has_parent(phase, workdir)}
-    for index, parent in parents.items():
-        _check_parent(config, phases[index], parent)
+    starts = {
+        phase.index: open_source(phase.config.init_from) for phase in plan.phases if _starts_elsewhere(phase, workdir)
+    }
+    for index, start in starts.items():
+        its = bool(plan.phases[index].config.qk_norm)
+        check_same_shape(start.model, plan.models[index].config, f"The checkpoint '{start.display_name}'", its)
     # A later phase may have windows that are longer than the corpus, so the data of every phase is opened.
-    pipelines = [open_pipeline(config, phase, mesh) for phase in phases]
-    config = _with_steps(config, pipelines, workdir)
-    phases = plan_phases(config)
-    mixtures = tuple(p.describe(phase.config.steps) for p, phase in zip(pipelines, phases, strict=True))
-    first = pipelines[0]
-    vocab_size = vocabulary(config, first.vocab_size)
-    models = phase_models(config, phases, vocab_size, mesh, rules, chip_of(mesh.devices.flat[0]), must_fit=True)
-    for phase, model in zip(phases, models, strict=True):
-        parameter_shardings(model, mesh, rules)
-        try:
-            balanced_order(phase.config.sequence_length, mesh.shape["context"])
-        except UserError as error:
-            raise type(error)(f"{phase.where}.sequence_length: {error}") from None
-        attention_of(model, phase, config, mesh, rules)
-        require_causal(phase.layers)
-        if phase.index in parents:
-            _check_parent(config, phase, parents[phase.index], vocab_size)
-            if not phase.config.other_tokenizer:
-                check_tokenizer(parents[phase.index], first.tokenizer, phase.where)
-    return Run(config, workdir, models, mesh, rules, phases, mixtures, first.tokenizer)
+    pipelines = [open_pipeline(plan, phase) for phase in plan.phases]
+    config, tokens = _with_steps(plan, pipelines, workdir), pipelines[0].vocab_size
+    vocabulary(config, tokens)
+    given = plan.given._replace(vocab_size=config.model.vocab_size or tokens)
+    if (config, given) != (plan.config, plan.given):
+        plan = plan_run(config, plan.mesh, given, chip_of(plan.mesh.devices.flat[0]), must_fit=True)
+    mixtures = tuple(p.describe(phase.config.steps) for p, phase in zip(pipelines, plan.phases, strict=True))
+    tokenizer = pipelines[0].tokenizer
+    for phase in plan.phases:
+        plan.attention(phase)
+    for index, start in starts.items():
+        if not plan.phases[index].config.other_tokenizer:
+            _check_tokenizer(start, tokenizer, plan.phases[index].where)
+    return Run(plan, workdir, mixtures, tokenizer, peak_flops(), ledger or Ledger(), profiler or Profiler())
 
 
-def _with_steps(config: Config, pipelines: Sequence[Pipeline], workdir: AnyPath) -> Config:
+def _starts_elsewhere(phase: PhasePlan, workdir: AnyPath) -> bool:
+    """Whether a phase has no checkpoint yet, and will start from one that this run does not write."""
+    if phase.config.init_from in ("", "random") or steps_in(workdir / phase.name / DIRECTORY):
+        return False
+    if is_external(phase.config.init_from):
+        return True
+    return not absolute(start_path(phase.config)).is_relative_to(absolute(workdir))
+
+
+def _check_tokenizer(source: Source, tokenizer: Tokenizer, where: str) -> None:
+    """`ConfigError` if a checkpoint was trained with another tokenizer than the data's; `where` names the phase."""
+    if not source.tokenizer:
+        return
+    own = load_tokenizer(source.tokenizer)
+    if not same_ids(own, tokenizer):
+        raise ConfigError(
+            f"{where}: the checkpoint '{source.display_name}' was trained with another tokenizer ({own.fingerprint}, "
+            f"{own.vocab_size} ids) than the data have ({tokenizer.fingerprint}, {tokenizer.vocab_size} ids): its "
+            "embeddings would mean other tokens. Leave data.tokenizer out, or prepare the data with "
+            f"--tokenizer={source.tokenizer}. To train new meanings on purpose, set the phase's other_tokenizer=True."
+        )
+
+
+def _with_steps(plan: RunPlan, pipelines: Sequence[Pipeline], workdir: AnyPath) -> Config:
     """The config with the steps of phases that have `epochs`; checks that no source runs dry in any phase.
 
-    Both count from the last checkpoint on, because the batches before it may have had another size. An extended phase
-    has the steps that `--extend` gave it.
+    Both count from the last checkpoint on, because the batches before it may have had another size. A phase that was
+    made longer has the steps that `--until` gave it.
     """
     phases = []
-    for i, (phase, pipeline) in enumerate(zip(config.phases, pipelines, strict=True)):
+    for i, (phase, pipeline) in enumerate(zip(plan.config.phases, pipelines, strict=True)):
         try:
             _set_position(pipeline, workdir / phase.name / DIRECTORY)
-            if phase.epochs and not phase.extensions:
+            if phase.epochs and not phase.prolonged:
                 phase = dataclasses.replace(phase, steps=pipeline.steps_of(phase.epochs))
             if phase.epochs:
-                learning_rate(phase.optimizer, phase.steps, phase.extensions)
+                learning_rate(phase.optimizer, phase.steps, phase.prolonged)
             pipeline.check_supply(phase.steps)
         except UserError as error:
             raise type(error)(f"config.phases[{i}] ('{phase.name}'): {error}") from None
         phases.append(phase)
-    return dataclasses.replace(config, phases=tuple(phases))
+    return dataclasses.replace(plan.config, phases=tuple(phases))
 
 
 def _set_position(pipeline: Pipeline, checkpoints: AnyPath) -> None:
@@ -193,105 +239,9 @@ def _set_position(pipeline: Pipeline, checkpoints: AnyPath) -> None:
                 pipeline.set_state(state)
 
 
-def _check_parent(config: Config, phase: PhasePlan, parent: Source, vocab_size: int = 0) -> None:
-    """`ConfigError` if a phase's model has another shape than the checkpoint that it starts from.
-
-    The vocabulary is the checkpoint's where it is not known yet: 0.
-    """
-    vocab_size = vocab_size or config.model.vocab_size or parent.model.vocab_size
-    mine = complete(dataclasses.replace(config.model, vocab_size=vocab_size, qk_norm=phase.qk_norm))
-    check_same_shape(parent.model, mine, f"The checkpoint '{parent.display_name}'", bool(phase.config.qk_norm))
-
-
-def phase_models(
-    config: Config,
-    phases: Sequence[PhasePlan],
-    vocab_size: int,
-    mesh: Mesh,
-    rules: AxisRules,
-    chip: Chip,
-    must_fit: bool = False,
-) -> tuple[Model, ...]:
-    """The model of each phase, with `remat` and `loss_chunks` chosen for the mesh and its chips where they are "auto".
-
-    Phases with the same QK-norm, settings and learned encodings share one. Raises `ConfigError` as `choose_settings`.
-    """
-    known: dict[Any, Model] = {}
-    models = []
-    for phase in phases:
-        shape = dataclasses.replace(config.model, vocab_size=vocab_size, qk_norm=phase.qk_norm)
-        shape = choose_settings(shape, phase.config, phase.schedule, config.data.segments, mesh, rules, chip, must_fit)
-        hooks = phase.schedule.hooks
-        if (shape, hooks) not in known:
-            known[shape, hooks] = Model(shape, hooks=hooks)
-        models.append(known[shape, hooks])
-    return tuple(models)
-
-
-def _check_retention(config: Config) -> None:
-    """`ConfigError` for a metric that no checkpoint is chosen by."""
-    saved = config.checkpoint
-    if saved.best and saved.best not in ("loss", "grad_norm") and not saved.best.startswith("validation_loss"):
-        raise ConfigError(
-            f"config.checkpoint.best is '{saved.best}'; it must be loss, validation_loss or validation_loss/SOURCE."
-        )
-    if saved.best.startswith("validation_loss") and saved.every_steps % config.log.validate_every_steps:
-        raise ConfigError(
-            f"config.checkpoint.best is '{saved.best}', which is measured every {config.log.validate_every_steps} "
-            f"steps, and checkpoints are saved every {saved.every_steps}: make checkpoint.every_steps a multiple of "
-            "log.validate_every_steps."
-        )
-
-
-def _check_memory(config: Config, phase: PhasePlan, mesh: Mesh) -> None:
-    """`UnsupportedError` if not even the state and one hidden state of a micro-batch fit this machine.
-
-    The state is the parameters and the two moments of AdamW, in float32; Muon has one moment of its matrices. The
-    vocabulary is left out where it is not known yet; `choose_settings` has the exact figures.
-    """
-    model = complete(dataclasses.replace(config.model, vocab_size=config.model.vocab_size or 1))
-    here = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
-    embeddings = (1 if model.tie_embeddings else 2) * model.vocab_size * model.d_model
-    moments = least_parameters(model) + (
-        embeddings if phase.config.optimizer.name == "muon" else least_parameters(model)
-    )
-    state, hidden = (
-        4 * (least_parameters(model) + moments),
-        2 * model.d_model * phase.tokens_per_step // phase.config.accumulate,
-    )
-    needed = int((state + hidden + 12 * phase.tokens_per_step) * len(here) / mesh.size)
-    what = f"{phase.where}: training {least_parameters(model):,} parameters on {phase.tokens_per_step:,} tokens a step"
-    check_memory(needed, what, here)
-
-
-def _has_parent(phase: PhasePlan, workdir: AnyPath) -> bool:
-    """Whether a phase has no checkpoint yet, and will start from one that this run does not write."""
-    if phase.config.init_from in ("", "random") or steps_in(workdir / phase.name / DIRECTORY):
-        return False
-    if is_external(phase.config.init_from):
-        return True
-    return not absolute(_parent_path(phase.config)).is_relative_to(absolute(workdir))
-
-
-def _parent_path(phase: PhaseConfig) -> AnyPath:
-    """The path of the checkpoint that a phase starts from."""
-    return storage.path(f"init_from of phase '{phase.name}'", phase.init_from)
-
-
-def attention_of(model: Model, phase: PhasePlan, config: Config, mesh: Mesh, rules: AxisRules) -> str:
-    """The attention implementations of a phase, such as `chunked on layers 0-23`.
-
-    Raises:
-      UserError: the config names an implementation that cannot compute a layer.
-    """
-    with use_mesh(mesh, rules):
-        structure, length = phase.schedule.structure, phase.config.sequence_length
-        chosen = model.attention_by_layer(structure, length, config.data.segments)
-    return ", ".join(f"{name} on layers {where}" for name, where in ranges_by(chosen).items())
-
-
-def open_pipeline(config: Config, phase: PhasePlan, mesh: Mesh, state: Mapping[str, Any] | None = None) -> Pipeline:
+def open_pipeline(plan: RunPlan, phase: PhasePlan, state: Mapping[str, Any] | None = None) -> Pipeline:
     """The training batches of a phase from the position `state`. Each phase has its own order of the windows."""
+    config = plan.config
     try:
         pipeline = build_pipeline(
             config.data,
@@ -299,7 +249,8 @@ def open_pipeline(config: Config, phase: PhasePlan, mesh: Mesh, state: Mapping[s
             batch_size=phase.config.batch_size,
             seed=config.data.seed + phase.index,
             weights=phase.config.weights,
-            **batch_share(mesh),
+            vocab_size=config.model.vocab_size,
+            **batch_share(plan.mesh),
         )
         if state is not None:
             pipeline.set_state(state)
@@ -309,14 +260,15 @@ def open_pipeline(config: Config, phase: PhasePlan, mesh: Mesh, state: Mapping[s
     return pipeline
 
 
-def held_out_batches(config: Config, phase: PhasePlan, mesh: Mesh, count: int) -> dict[str, list[Batch]]:
+def held_out_batches(plan: RunPlan, phase: PhasePlan, count: int) -> dict[str, list[Batch]]:
     """At most `count` batches of held-out text for each source, with the shape of a micro-batch of the phase."""
     return validation_batches(
-        config.data,
+        plan.config.data,
         sequence_length=phase.config.sequence_length,
         batch_size=phase.config.batch_size // phase.config.accumulate,
         count=count,
-        **batch_share(mesh),
+        vocab_size=config.model.vocab_size,
+        **batch_share(plan.mesh),
     )
 
 
@@ -342,13 +294,19 @@ def batch_share(mesh: Mesh) -> dict[str, int]:
     return {"process_index": index, "process_count": len(parts)}
 
 
-def vocabulary(config: Config, needed: int) -> int:
-    """The size of the model's vocabulary: the config's, or else `needed`, rounded up to a multiple of 128."""
-    given = config.model.vocab_size
-    if given == 0:
-        return -(-needed // 128) * 128
-    if given < needed:
-        raise ConfigError(
-            f"config.model.vocab_size is {given}, but the data has {needed} tokens; set it to at least that, or 0."
-        )
-    return given
+def keep_tokenizer(workdir: AnyPath, tokenizer: Tokenizer, show: Callable[[str], None]) -> None:
+    """Writes the tokenizer to the workdir, where its checkpoints are read with it, unless it is there and whole."""
+    if jax.process_index() != 0 or tokenizer.kind == "none":
+        return
+    directory = workdir / "tokenizer"
+    if exists(directory / KIND_FILE):
+        try:
+            if load_saved_tokenizer(directory).fingerprint == tokenizer.fingerprint:
+                return
+        except UserError:
+            pass
+        aside = directory.with_name(f"tokenizer.damaged-{secrets.token_hex(2)}")
+        move_tree(directory, aside, first=KIND_FILE)
+        show(f"'{directory}' is damaged; it is now '{aside.name}', and is written anew")
+    with new_directory(directory, marker=KIND_FILE) as building:
+        save_tokenizer(tokenizer, building)

@@ -1,4 +1,4 @@
-"""The state that a phase starts with: its own last checkpoint, a child of another one, or random parameters."""
+"""What a phase starts with: its state, and what its steps get beside state and batch: a moving schedule, a teacher."""
 
 from __future__ import annotations
 
@@ -7,29 +7,33 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pe_lab.checkpoints import open_checkpoint
-from pe_lab.checkpoints.checkpoint import Checkpoint, new_id
+from pe_lab.checkpoints.checkpoint import Checkpoint, new_id, open_checkpoint, open_source
 from pe_lab.checkpoints.locating import DIRECTORY, FORMER, first_line
-from pe_lab.checkpoints.qk_norm import change_qk_norm
 from pe_lab.checkpoints.store import Store, templates
-from pe_lab.checkpoints.surgery import NOTHING, change, check_same_shape, lineage_entry
-from pe_lab.errors import CheckpointError, DataError, EncodingError, StoreError
+from pe_lab.checkpoints.surgery import FREE_FIELDS, NOTHING, change, change_qk_norm, check_same_shape, lineage_entry
+from pe_lab.config import DistillConfig, ModelConfig, PhaseConfig
+from pe_lab.errors import CheckpointError, ConfigError, DataError, EncodingError, StoreError, UserError
 from pe_lab.identity import change_text, changed, may_change
-from pe_lab.model import Model, Params
+from pe_lab.model import Flops, Model, Params, train_flops_per_token
+from pe_lab.model.distillation import DistilledInputs, DistilledLoss, learns
 from pe_lab.model.learned import carried
-from pe_lab.positional import Schedule, check_sources, layer_hooks
+from pe_lab.parallel import AxisRules
+from pe_lab.positional import Schedule, build_schedule, check_sources, layer_hooks, layers
+from pe_lab.positional.transition import ScheduleTransition
 from pe_lab.storage import AnyPath, exists, read_bytes, write_file
-from pe_lab.training.extension import extension_text
-from pe_lab.training.logs import checkpoint_metadata
-from pe_lab.training.run import PhasePlan, Run, held_out_batches, open_pipeline
-from pe_lab.training.stability import Monitor, skip_policy
-from pe_lab.training.step import Shardings, TrainState, init_state, place_batch
+from pe_lab.training.logs import checkpoint_metadata, mark_complete, write_phase
+from pe_lab.training.plan import PhasePlan
+from pe_lab.training.run import Run, held_out_batches, open_pipeline
+from pe_lab.training.stability import Monitor
+from pe_lab.training.step import Shardings, TrainState, init_state, parameter_shardings, place_batch
 
 
 class Start(NamedTuple):
@@ -46,6 +50,21 @@ class Start(NamedTuple):
     def tokens_at(self, step: int, tokens_per_step: int) -> int:
         """The tokens read in the phase up to a step of this session; earlier ones may have had other batches."""
         return self.tokens + (step - self.step) * tokens_per_step
+
+
+def is_complete(run: Run, phase: PhasePlan, store: Store) -> bool:
+    """Whether a phase has its last checkpoint, whole; then phase.json says so too."""
+    steps, show = phase.config.steps, run.out.print
+    if steps not in store.steps():
+        return False
+    if damage := store.damage(steps) if run.config.checkpoint.verify else "":
+        show(f"{phase.name}: checkpoint {steps} is damaged: {damage}")
+        return False
+    show(f"{phase.name}: complete at step {steps}, nothing to do")
+    metadata = store.metadata(steps)
+    if not mark_complete(run.directory(phase), metadata.get("log")):  # phase.json was lost
+        write_phase(run, phase, run.plan.flops(phase), metadata["lineage"], "complete", 0, 0.0)
+    return True
 
 
 def start_phase(
@@ -69,8 +88,7 @@ def start_phase(
       DataError: the data has changed since the previous phase.
     """
     model = run.models[phase.index]
-    policy = skip_policy(run.config.stability)
-    new_state = functools.partial(init_state, model, optimizer, policy=policy)  # from parameters
+    new_state = functools.partial(init_state, model, optimizer, policy=run.plan.policy)  # from parameters
     if store.steps():
         return _resume(run, phase, store, model, new_state, shardings, show)
     source = phase.config.init_from or previous
@@ -88,7 +106,7 @@ def start_phase(
         params,
         layer_hooks(parent.layers, model.config.heads),
         schedule.hooks,
-        model,
+        model.head_shape,
         run.config.seed,
         shardings.state.params if parent.model.qk_norm == model.config.qk_norm else None,
     )
@@ -116,7 +134,7 @@ def _resume(
 ) -> Start:
     """The state of the last whole checkpoint. Later ones are moved away, and their steps trained again."""
     template = templates(jax.eval_shape(new_state, model.shapes), shardings.state)
-    if phase.config.extensions:
+    if phase.config.prolonged:
         _set_former_aside(phase, store, show)
     without_manifest = store.uncommitted()
     for step in sorted({*store.steps(), *without_manifest}, reverse=True):
@@ -169,20 +187,27 @@ def _changes(run: Run, phase: PhasePlan, metadata: Mapping[str, Any]) -> str:
         raise CheckpointError(
             f"It is of another run: its {other[0]} is {found[other[0]][0]}, not {found[other[0]][1]}."
         )
-    text = extension_text(before["phases"][phase.index], phase.config)
-    planned = re.compile(rf"phases\.{phase.index}\.(extensions\..*|steps)") if text else re.compile("$")
+    text = _prolonged_text(before["phases"][phase.index], phase.config)
+    planned = re.compile(rf"phases\.{phase.index}\.(prolonged\..*|steps)") if text else re.compile("$")
     others = change_text({key: values for key, values in found.items() if not planned.fullmatch(key)}, phase.index)
     return "; ".join(filter(None, [text, f"continued with {others}" if others else ""]))
 
 
+def _prolonged_text(before: Mapping[str, Any], phase: PhaseConfig) -> str:
+    """What a lineage has of the steps that were added since a checkpoint, whose phase had the config `before`."""
+    totals = [*(one.steps for one in phase.prolonged[1:]), phase.steps]
+    added = list(zip(phase.prolonged, totals, strict=False))[len(before.get("prolonged", ())) :]
+    return "; ".join(f"prolonged from {one.steps} to {total} steps ({one.how})" for one, total in added)
+
+
 def _set_former_aside(phase: PhasePlan, store: Store, show: Callable[[str], None]) -> None:
-    """Moves the checkpoints that an extension does not go on from to `PHASE/former`, with a copy of the log."""
-    at, extensions = phase.config.extensions[-1].at, len(phase.config.extensions)
+    """Moves the checkpoints that a phase with more steps does not go on from to `PHASE/former`, and copies the log."""
+    at, times = phase.config.prolonged[-1].at, len(phase.config.prolonged)
 
     def former(step: int) -> bool:
         with contextlib.suppress(CheckpointError, LookupError):
             config = store.metadata(step)["config"]
-            return len(config["phases"][phase.index].get("extensions", ())) < extensions
+            return len(config["phases"][phase.index].get("prolonged", ())) < times
         return False  # damaged: `_resume` sees to it
 
     if jax.process_index() == 0 and (later := [step for step in store.steps() if step > at and former(step)]):
@@ -197,7 +222,7 @@ def _set_former_aside(phase: PhasePlan, store: Store, show: Callable[[str], None
 def _check_same_data(run: Run, phase: PhasePlan, parent: Checkpoint) -> None:
     """Refuses data that has changed since the previous phase. Within a phase, the pipeline checks it."""
     before = dict(parent.metadata["data_state"]["data"])
-    with contextlib.closing(open_pipeline(run.config, phase, run.mesh)) as pipeline:
+    with contextlib.closing(open_pipeline(run.plan, phase)) as pipeline:
         now = dict(pipeline.get_state()["data"])
     for about in (before, now):
         about["sources"] = [fingerprint for _, _, fingerprint in about["sources"]]  # names and weights may change
@@ -219,7 +244,7 @@ def _change_qk_norm(
     run: Run, phase: PhasePlan, parent: Checkpoint, shardings: Shardings, schedule: Schedule
 ) -> tuple[Params, str]:
     """The parent's parameters under this phase's QK-norm, fitted on a held-out batch; what was changed."""
-    held_out = held_out_batches(run.config, phase, run.mesh, count=1)
+    held_out = held_out_batches(run.plan, phase, count=1)
     batch = next((batches[0] for batches in held_out.values() if batches), None)
     if batch is None:
         raise DataError(f"Changing the QK-norm of '{parent.path}' needs held-out text, and the data has none.")
@@ -233,3 +258,124 @@ def _change_qk_norm(
         phase.config.qk_norm_init,
     )
     return params, str(changed)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the steps get
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """The third argument of a train step, by the step.
+
+    Attributes:
+      schedule: of the phase, on the devices.
+      distilled: as `compile_train_step` takes it; None without a teacher.
+      flops: per token, of the teacher's forward pass.
+      teacher: parameters and schedule of the teacher.
+      transition: of a phase whose encoding changes gradually.
+      until: the step at which the transition ends.
+    """
+
+    schedule: Schedule
+    shardings: Shardings
+    distilled: tuple[DistilledLoss, DistilledInputs] | None = None
+    flops: Flops = Flops(0.0, 0.0)
+    teacher: tuple[Params, Schedule] | None = None
+    transition: ScheduleTransition | None = None
+    until: float = 0.0
+
+    def at(self, step: int) -> Any:
+        """The schedule of a step, counted from 0, or `DistilledInputs` of a phase that distils."""
+        schedule = self.schedule
+        if self.transition is not None:
+            moved = self.transition.at(step / self.until if self.until else 1.0)
+            schedule = jax.device_put(moved, self.shardings.replicated)
+        return schedule if self.teacher is None else DistilledInputs(schedule, *self.teacher)
+
+
+def step_inputs_of(
+    run: Run,
+    phase: PhasePlan,
+    previous: AnyPath | None,
+    schedule: Schedule,
+    shardings: Shardings,
+    show: Callable[[str], None],
+) -> StepInputs:
+    """What the steps of a phase get; its teacher is opened.
+
+    Args:
+      previous: the last checkpoint of the previous phase.
+      schedule: of the phase, on the devices.
+      shardings: of the phase's state.
+      show: prints a line.
+
+    Raises:
+      UserError: the teacher or the start of the transition cannot be read, or does not fit.
+    """
+    start: Any = phase.config.init_from or previous
+    start = None if start == "random" else start
+    found = StepInputs(schedule, shardings)
+    if learns(phase.config.distill):
+        found = _with_teacher(found, run, phase, start, show)
+    if phase.config.transition is not None:
+        found = _with_transition(found, run, phase, start, show)
+    return found
+
+
+def _with_teacher(found: StepInputs, run: Run, phase: PhasePlan, start: Any, show: Callable[[str], None]) -> StepInputs:
+    how, model = phase.config.distill, run.models[phase.index]
+    assert how is not None
+    source = start if how.teacher == "init" else how.teacher
+    if not source:
+        raise ConfigError(
+            f"{phase.where}: distill.teacher is 'init', the checkpoint that the phase starts from, and it starts at "
+            "random. Name a teacher's checkpoint."
+        )
+    try:
+        its = open_checkpoint(source, mesh=run.mesh, rules=run.rules)
+        shape = dataclasses.replace(its.model, **{name: getattr(model.config, name) for name in FREE_FIELDS})
+        length = phase.config.sequence_length
+        schedule = build_schedule(its.layers, shape.heads, shape.kv_heads, shape.head_dim, length)
+        distilled = distilled_loss(model, shape, schedule, how, run.mesh, run.rules)
+    except UserError as error:
+        raise type(error)(f"{phase.where}.distill: {error}") from None
+    show(f"{phase.name}: learns from {its.path} too")
+    flops = train_flops_per_token(shape, length, schedule.structure).forward
+    schedule = jax.device_put(schedule, found.shardings.replicated)
+    return dataclasses.replace(found, distilled=distilled, flops=flops, teacher=(its.params, schedule))
+
+
+def distilled_loss(
+    model: Model, shape: ModelConfig, schedule: Schedule, how: DistillConfig, mesh: Mesh, rules: AxisRules
+) -> tuple[DistilledLoss, DistilledInputs]:
+    """The loss of a model with a teacher of a shape and a schedule, and the shardings of its inputs.
+
+    Raises:
+      ConfigError: the teacher's shape does not fit.
+    """
+    teacher = Model(shape, backward=False, hooks=schedule.hooks)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    placed = DistilledInputs(replicated, parameter_shardings(teacher, mesh, rules), replicated)
+    return DistilledLoss(model, teacher, how), placed
+
+
+def _with_transition(
+    found: StepInputs, run: Run, phase: PhasePlan, start: Any, show: Callable[[str], None]
+) -> StepInputs:
+    how, model = phase.config.transition, run.models[phase.index].config
+    assert how is not None
+    try:
+        if how.start != "init":
+            before = layers(how.start, model.layers)
+        elif start:
+            before = open_source(start).layers
+        else:
+            raise ConfigError("start is 'init', and the phase starts at random. Name an encoding.")
+        first = build_schedule(before, model.heads, model.kv_heads, model.head_dim, phase.config.sequence_length)
+        moved = ScheduleTransition(first, phase.schedule, how.how)
+    except UserError as error:
+        raise type(error)(f"{phase.where}.transition: {error}") from None
+    until = how.until * phase.config.steps
+    show(f"{phase.name}: the encoding changes gradually until step {until:.0f} ({how.how})")
+    return dataclasses.replace(found, transition=moved, until=until)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -12,8 +11,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pe_lab.model import Model, Params
-from pe_lab.model.learned import penalized, penalty
+from pe_lab.model import LossSums, Model, Params
 from pe_lab.parallel import AxisRules, use_mesh
 from pe_lab.parallel.compiler import compiler_options
 from pe_lab.positional import Schedule
@@ -53,10 +51,8 @@ class RandomPositions(NamedTuple):
 class Loss(Protocol):
     """What a step trains: a `Model`, or the loss of one that learns from a teacher (`model.distillation`)."""
 
-    learned: Mapping[str, Any]  # the encodings with parameters, see `learned_encodings`
-
-    def loss_sum(self, params: Params, batch: Batch, schedule: Any) -> jax.Array:
-        """The sum over tokens of weight times loss; `schedule` is the step's argument of that name."""
+    def training_loss(self, params: Params, batch: Batch, schedule: Any) -> tuple[jax.Array, LossSums]:
+        """The sum over tokens of weight times loss, and its parts; `schedule` is the step's argument of that name."""
 
 
 class TrainState(NamedTuple):
@@ -76,21 +72,21 @@ def init_state(
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), history)
 
 
-def gradients(model: Loss, accumulate: int, params: Params, batch: Batch, schedule: Any) -> tuple[jax.Array, Params]:
-    """The weighted sum of the loss over a batch, and its gradient, in `accumulate` micro-batches."""
-    gradient = jax.value_and_grad(model.loss_sum)
+def gradients(model: Loss, accumulate: int, params: Params, batch: Batch, schedule: Any) -> tuple[LossSums, Params]:
+    """The weighted sums of the losses over a batch, and the gradient of all, in `accumulate` micro-batches."""
+    gradient = jax.grad(model.training_loss, has_aux=True)
     if accumulate == 1:
-        return gradient(params, batch, schedule)
+        grads, sums = gradient(params, batch, schedule)
+        return sums, grads
     # Micro-batch i has the sequences i, i + accumulate, ...: it is sharded over all devices, as the batch is.
     micro = {k: jnp.moveaxis(v.reshape(-1, accumulate, *v.shape[1:]), 1, 0) for k, v in batch.items()}
 
-    def add(carry: tuple[jax.Array, Params], part: Batch) -> tuple[tuple[jax.Array, Params], None]:
-        loss, grads = gradient(params, part, schedule)
-        return jax.tree.map(jnp.add, carry, (loss, grads)), None
+    def add(carry: tuple[Params, LossSums], part: Batch) -> tuple[tuple[Params, LossSums], None]:
+        return jax.tree.map(jnp.add, carry, gradient(params, part, schedule)), None
 
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    (loss, grads), _ = jax.lax.scan(add, (jnp.zeros(()), zeros), micro)
-    return loss, grads
+    shapes = jax.eval_shape(gradient, params, jax.tree.map(lambda x: x[0], micro), schedule)
+    (grads, sums), _ = jax.lax.scan(add, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), micro)
+    return sums, grads
 
 
 def train_step(
@@ -107,19 +103,20 @@ def train_step(
     With `accumulate` micro-batches, the gradients of weighted sums are added and divided once, by the weight of the
     whole batch. The result is that of one large batch, also where micro-batches have different weights.
 
+    The metrics have the numbers of `Auxiliary` too, by their names, as means over the batch.
+
     With a `policy`, the update of a step that it refuses is not applied, and the metric `skipped` is 1; the learning
     rate goes on as if the step had been taken.
     """
     total = batch["weights"].sum()
     total = jnp.where(total > 0, total, 1.0)  # a batch of chats may have no answer: its loss and gradient are 0
-    loss, grads = gradients(model, accumulate, state.params, batch, schedule)
+    sums, grads = gradients(model, accumulate, state.params, batch, schedule)
     grads = jax.tree.map(lambda g: g / total, grads)
-    if penalized(model.learned):
-        grads = jax.tree.map(jnp.add, grads, jax.grad(functools.partial(penalty, model.learned))(state.params))
     with jax.named_scope("optimizer"):
         updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
-    metrics = {"loss": loss / total, "grad_norm": optax.tree.norm(grads)}
+    metrics = {"loss": sums.loss / total, "grad_norm": optax.tree.norm(grads)}
+    metrics |= {name: one / total for name, one in sums.auxiliary.items()}
     if policy is None:
         return TrainState(state.step + 1, params, optimizer_state, state.history), metrics
 

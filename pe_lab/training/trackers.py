@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -267,23 +267,23 @@ class Wandb:
 TRACKERS: dict[str, Callable[[Session], Tracker]] = {"tensorboard": TensorBoard, "wandb": Wandb}
 
 
-def check_trackers(config: LogConfig, workdir: AnyPath) -> None:
+def check_trackers(names: Sequence[str], wandb_mode: str, workdir: AnyPath) -> None:
     """Refuses trackers that cannot be opened.
 
     Raises:
       ConfigError: a name is unknown, or W&B's files would be lost.
       UnsupportedError: the package is not installed.
     """
-    for i, name in enumerate(config.trackers):
+    for i, name in enumerate(names):
         if name not in TRACKERS:
             raise ConfigError(f"config.log.trackers[{i}] is '{name}'. {did_you_mean(name, list(TRACKERS))}")
-    if "wandb" not in config.trackers or config.wandb.mode == "disabled":
+    if "wandb" not in names or wandb_mode == "disabled":
         return
     if importlib.util.find_spec("wandb") is None:
         raise UnsupportedError(
             "config.log.trackers has wandb, which is not installed: pip install 'pe-lab[wandb]', or leave it out."
         )
-    if config.wandb.mode == "offline" and is_remote(workdir):
+    if wandb_mode == "offline" and is_remote(workdir):
         raise ConfigError(
             f"config.log.wandb.mode is 'offline', and the workdir '{workdir}' is in an object store, where "
             "W&B writes no files. Use mode=online, or a local workdir."

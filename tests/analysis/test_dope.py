@@ -18,7 +18,7 @@ from pe_lab.errors import UserError  # noqa: E402
 from pe_lab.evaluation import targets  # noqa: E402
 from pe_lab.evaluation.generation.backend import ModelBackend  # noqa: E402
 from pe_lab.evaluation.tasks.many_shot import STOP, many_shot_tasks  # noqa: E402
-from pe_lab.inspection import Inspection  # noqa: E402
+from pe_lab.language_model import LanguageModel  # noqa: E402
 from pe_lab.page import figure_files  # noqa: E402
 from pe_lab.results.findings import read_findings  # noqa: E402
 from pe_lab.results.statistics import Difference, holm, paired, sign_flip_p  # noqa: E402
@@ -120,7 +120,7 @@ class Counts:
 
     def __init__(self, monkeypatch):
         self.asked, self.passes, self.dies_after = [], 0, None
-        pass_before = Inspection.layer_pass
+        pass_before = LanguageModel.layer_pass
 
         def answer(backend, samples):
             if self.dies_after is not None and len(self.asked) >= self.dies_after:
@@ -137,7 +137,7 @@ class Counts:
 
         monkeypatch.setattr(ModelBackend, "__call__", answer)
         monkeypatch.setattr(ModelBackend, "batch_size", lambda backend, length: 4)
-        monkeypatch.setattr(Inspection, "layer_pass", passed)
+        monkeypatch.setattr(LanguageModel, "layer_pass", passed)
 
 
 @pytest.fixture

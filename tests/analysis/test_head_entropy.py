@@ -13,11 +13,19 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "evaluation"))
 import tiny  # noqa: E402
 
 from pe_lab import analyze, surgery  # noqa: E402
-from pe_lab.analysis.head_entropy import head_entropy  # noqa: E402
-from pe_lab.analysis.head_spectra import HeadEntropy, _spectra, choice, gram  # noqa: E402
-from pe_lab.checkpoints import Checkpoint, open_checkpoint  # noqa: E402
-from pe_lab.checkpoints.checkpoint import metadata_of  # noqa: E402
-from pe_lab.checkpoints.weights import weights_digest  # noqa: E402
+from pe_lab.analysis import head_entropy  # noqa: E402
+from pe_lab.analysis.head_entropy import (  # noqa: E402
+    HeadEntropy,
+    _spectra,
+    choice,
+    gram,
+)
+from pe_lab.checkpoints.checkpoint import (  # noqa: E402
+    Checkpoint,
+    open_checkpoint,
+    weights_digest,  # noqa: E402
+)
+from pe_lab.checkpoints.store import metadata_of  # noqa: E402
 from pe_lab.config import ModelConfig  # noqa: E402
 from pe_lab.data.tokenizers import load_tokenizer, save_tokenizer  # noqa: E402
 from pe_lab.errors import UserError  # noqa: E402
@@ -91,7 +99,7 @@ def test_entropies_are_those_of_the_equations(lm, length, encoding):
     trained = lm.queries_keys_values(tokens)
     for stage, seen in (("pre_ntk", trained), ("post_ntk", unrotated), ("post_rope", rotated)):
         for indicator, vectors in (("query", seen.query), ("key", seen.key)):
-            found = head_entropy(scaled, tokens, indicator=indicator, stage=stage)
+            found = head_entropy.measure(scaled, tokens, indicator=indicator, stage=stage)
             group = CONFIG.heads // vectors.shape[3]
             for b, layer, h in ((0, 0, 0), (1, 1, 1), (0, 1, 3), (1, 0, 2)):
                 bands, spectrum = equations(vectors[layer, b, :, h // group])
@@ -111,12 +119,12 @@ def test_entropies_are_those_of_the_equations(lm, length, encoding):
 def test_the_scaling_reaches_unrotated_vectors_through_earlier_layers_alone(lm):
     tokens = RNG.integers(0, 97, (2, 97))
     scaled = lm.with_positional("yarn:factor=4")
-    pre, post, rotated = (head_entropy(scaled, tokens, stage=s) for s in ("pre_ntk", "post_ntk", "post_rope"))
+    pre, post, rotated = (head_entropy.measure(scaled, tokens, stage=s) for s in ("pre_ntk", "post_ntk", "post_rope"))
     np.testing.assert_allclose(pre.spectrum[:, 0], post.spectrum[:, 0], atol=1e-6)
     assert np.abs(pre.spectrum[:, 1] - post.spectrum[:, 1]).max() > 1e-5
     assert np.abs(rotated.spectrum - post.spectrum).max() > 1e-3
     np.testing.assert_allclose(rotated.power, post.power * (0.1 * np.log(4) + 1) ** 2, rtol=1e-5)  # YaRN's factor
-    only = head_entropy(scaled, tokens, layers=[1])
+    only = head_entropy.measure(scaled, tokens, layers=[1])
     np.testing.assert_allclose(only.spectrum, post.spectrum[:, 1:], atol=1e-6)
     np.testing.assert_array_equal(post.spectrum[:, :, ::2], post.spectrum[:, :, 1::2])  # two heads on one key head
 
@@ -127,13 +135,13 @@ def test_packed_documents_and_padding(lm):
     tokens = np.concatenate(documents)[None]
     segments = np.repeat([1, 2], [48, 48])[None].astype(np.int32)
     positions = np.tile(np.arange(48), 2)[None].astype(np.int32)
-    found = head_entropy(lm, tokens, stage="post_rope", segments=segments, positions=positions)
+    found = head_entropy.measure(lm, tokens, stage="post_rope", segments=segments, positions=positions)
     alone = [lm.queries_keys_values(one, rotated=True).key[1, 0, :, 1] for one in documents]
     bands, spectrum = equations(np.concatenate(alone))
     np.testing.assert_allclose(found.band_entropy[0, 1, 2], bands, atol=2e-6)
     np.testing.assert_allclose(found.spectrum[0, 1, 2], spectrum, atol=2e-6)
     padded = np.pad(documents[0], (0, 49))[None].repeat(2, 0)
-    found = head_entropy(lm, padded, stage="post_rope", lengths=np.array([48, 97]))
+    found = head_entropy.measure(lm, padded, stage="post_rope", lengths=np.array([48, 97]))
     np.testing.assert_allclose(found.spectrum[0, 1, 2], equations(alone[0])[1], atol=2e-6)
     assert np.abs(found.spectrum[1] - found.spectrum[0]).max() > 1e-3
 
@@ -148,7 +156,7 @@ def test_queries_and_keys_together_do_not_depend_on_their_sizes(lm):
     scale = np.sqrt([np.trace(g[0, 0]) for g in grams])
     _, spectrum = equations(np.concatenate([x[0, 0] / scale[0], y[0, 0] / scale[1]]))
     np.testing.assert_allclose(one.spectrum[0, 0], spectrum, atol=1e-12)
-    joint = head_entropy(lm, RNG.integers(0, 97, (2, 97)), indicator="both")
+    joint = head_entropy.measure(lm, RNG.integers(0, 97, (2, 97)), indicator="both")
     assert np.isnan(joint.power).all() and np.allclose(joint.spectrum.sum(-1), 1)
 
 
@@ -191,7 +199,7 @@ def test_both_orders_choose_the_same_heads_of_negated_scores():
         }
 
 
-# --- The analysis, and surgery ------------------------------------------------------------------------------------------
+# --- The analysis, and surgery ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

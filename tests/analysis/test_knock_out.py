@@ -8,21 +8,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from pe_lab.analysis import knock_out as analysis
 
 from pe_lab import analyze
+from pe_lab.analysis import knock_out as analysis
 from pe_lab.analysis.knock_out import (
+    Knocked,
     masked,
-    needle_scores,
+    measure,
     random_heads,
     retrieval_scores,
+    verdict,
     whole_answers,
     without_heads,
 )
-from pe_lab.analysis.knock_out_findings import Knocked, verdict
-from pe_lab.analysis.sequences import Questions, Sequences, open_sequences
-from pe_lab.analysis.session import Session
-from pe_lab.checkpoints import Checkpoint
+from pe_lab.analysis.sequences import SequenceQuestions, Sequences, open_sequences
+from pe_lab.analysis.session import AnalysisSession
+from pe_lab.checkpoints.checkpoint import Checkpoint
 from pe_lab.config import ModelConfig
 from pe_lab.data.tokenizers import load_tokenizer
 from pe_lab.evaluation.variants import Subject, Variant
@@ -39,7 +40,7 @@ AT = np.tile([12, 13, 16], (S, 1))
 SOURCE = np.stack([RNG.permutation(10)[:Q] for _ in range(S)])
 NEEDLE = np.stack([SOURCE, SOURCE + 1], -1)
 ANSWERS = np.take_along_axis(TOKENS, AT + 1, 1)
-ASKED = Sequences("prompts", TOKENS, np.full(S, T), questions=Questions(AT, ANSWERS, SOURCE, NEEDLE))
+ASKED = Sequences("prompts", TOKENS, np.full(S, T), questions=SequenceQuestions(AT, ANSWERS, SOURCE, NEEDLE))
 
 
 @functools.cache
@@ -50,11 +51,11 @@ def made() -> LanguageModel:
     return LanguageModel(checkpoint, checkpoint.layers)
 
 
-def session(out: Path, *options: str, sequences: Sequences = ASKED) -> Session:
+def session(out: Path, *options: str, sequences: Sequences = ASKED) -> AnalysisSession:
     argv = ["knock_out", "--from=made", "--suite=needles", f"--sequences={S}", *options]
     arguments = analyze.parser("knock_out").parse_args(argv)
     variant = Variant(Subject(made(), "made", "made"), "as trained", "RoPE")
-    built = Session("knock_out", arguments, out, [variant], ["RoPE"])
+    built = AnalysisSession("knock_out", arguments, out, [variant], ["RoPE"])
     built.__dict__["sequences"] = sequences
     return built
 
@@ -72,7 +73,7 @@ def test_attention_to_the_source_of_hand_made_heads():
     # The query of 5 at 4 sees 5 tokens, 2 of them its own; that at 7 sees 8, 3 of them its own.
     # The first and the last ask for the 5 at 1, the other for the 3 at 0.
     at, source = np.array([[4, 7, 4]]), np.array([[1, 0, 1]])
-    asked = Questions(at, np.zeros_like(at), source, np.stack([source, source + 1], -1))
+    asked = SequenceQuestions(at, np.zeros_like(at), source, np.stack([source, source + 1], -1))
     found = retrieval_scores(lm, Sequences("one", tokens, np.array([8]), questions=asked))
     assert found.shape == (1, 2, 4)
     peak = np.exp(D / K**0.5)  # the norm makes one-hot vectors of length sqrt(D)
@@ -96,9 +97,9 @@ def test_scores_are_those_of_logits_also_with_heads_masked():
         edited["layers"]["attention"]["out"][n, h] = 0
     by_hand = dataclasses.replace(lm, checkpoint=dataclasses.replace(lm.checkpoint, params=edited))
     assert jax.tree.all(jax.tree.map(np.array_equal, without_heads(lm.checkpoint.params, heads), edited))
-    ways = [(lm, None, lm), (lm, edited, by_hand), (masked(lm, heads), None, by_hand)]
-    for model, params, expected in ways:
-        found = needle_scores(model, ASKED, params)
+    ways = [(lm, (), lm), (lm, heads, by_hand), (masked(lm, heads), (), by_hand)]
+    for model, without, expected in ways:
+        found = measure(model, ASKED, without)
         logits = np.asarray(jax.nn.log_softmax(expected.logits(TOKENS)))
         logits = np.take_along_axis(logits, AT[..., None], 1)
         np.testing.assert_allclose(
@@ -128,7 +129,7 @@ def test_other_masks_are_edits_of_heads():
 
 def test_an_answer_is_found_if_all_its_tokens_are():
     needle = np.array([[[1, 3], [1, 3], [1, 3], [5, 7]]])
-    asked = Questions(np.array([[8, 9, 11, 12]]), np.zeros((1, 4), int), np.zeros((1, 4), int), needle)
+    asked = SequenceQuestions(np.array([[8, 9, 11, 12]]), np.zeros((1, 4), int), np.zeros((1, 4), int), needle)
     # 8 and 9 are one answer; 11 is not next, and 12 has another needle.
     assert whole_answers(np.array([[True, False, True, True]]), asked) == [[False, True, True]]
     assert whole_answers(np.array([[True, True, False, True]]), asked) == [[True, False, True]]
@@ -180,7 +181,7 @@ def test_the_analysis_and_again(tmp_path, monkeypatch):
     heads = found.metadata["heads"]["RoPE"]
     assert list(heads["retrieval"]) == strongest and len(heads["random"]) == 2
     others = ASKED.batch(testing)
-    change = needle_scores(masked(made(), strongest), others).log_prob - needle_scores(made(), others).log_prob
+    change = measure(made(), others, strongest).log_prob - measure(made(), others).log_prob
     np.testing.assert_allclose(found.numbers["retrieval_log_prob_change"][2], change.mean(-1), rtol=1e-3, atol=1e-5)
     assert found.numbers["random_found"].shape == (3, 3) and len(found.tables[0].rows) == 5
     assert [figure.name for figure in found.figures] == ["retrieval_scores", "needles_found", "answer_log_prob"]
@@ -209,12 +210,12 @@ def test_bad_input_is_one_message(tmp_path, monkeypatch, capsys, options, says):
     def opened(name, arguments, out):
         lm = made().drop_positional() if arguments.positional else made()
         variant = Variant(Subject(made(), "made", "made"), "as trained", "RoPE", lm.layers)
-        built = Session(name, arguments, tmp_path / "out", [variant], ["RoPE"])
+        built = AnalysisSession(name, arguments, tmp_path / "out", [variant], ["RoPE"])
         if arguments.suite != "niah" and arguments.text is None:
             built.__dict__["sequences"] = ASKED.batch(range(arguments.sequences if arguments.sequences < S else S))
         return built
 
-    monkeypatch.setattr(analyze, "open_session", opened)
+    monkeypatch.setattr("pe_lab.analysis.session.open_session", opened)
     suite = ["--suite=needles"] if options and not any("suite" in option for option in options) else []
     assert analyze.main(["knock_out", "--from=made", f"--out={tmp_path}/out", *suite, *options]) == 2
     captured = capsys.readouterr()
@@ -223,4 +224,4 @@ def test_bad_input_is_one_message(tmp_path, monkeypatch, capsys, options, says):
 
 def test_text_has_no_needles():
     with pytest.raises(analysis.ConfigError, match="windows hold no needles: give --suite=niah:standard"):
-        needle_scores(made(), Sequences("windows", TOKENS, np.full(S, T)))
+        measure(made(), Sequences("windows", TOKENS, np.full(S, T)))

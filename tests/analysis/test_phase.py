@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from dense import language_model
 
-from pe_lab.analysis import phase_precision as precision
-from pe_lab.analysis.descriptions import Described
+from pe_lab.analysis import phase
 from pe_lab.analysis.phase import outside, rotations
+from pe_lab.analysis.schedule import DescribedModel
 from pe_lab.analyze import main
 from pe_lab.checkpoints.store import Store
 from pe_lab.positional import Alibi, HeadEdit, Layer, NoPE, Rope, frequencies
@@ -49,9 +49,9 @@ def distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def test_rounding_errors_are_those_of_decimal_arithmetic():
     w, positions = spectrum()[1::5], np.array([0, 1, 255, 257, 32_001, 999_999, 2**20, 2**31 - 1])
     exact = decimal_angles(w, positions)
-    assert distance(precision.exact_angles(w, positions), exact).max() < 1e-14
-    errors = precision.rounding_errors(w, positions)
-    assert list(errors) == list(precision.COMPUTED)
+    assert distance(phase.exact_angles(w, positions), exact).max() < 1e-14
+    errors = phase.rounding_errors(w, positions)
+    assert list(errors) == list(phase.COMPUTED)
     product, rounded, fixed = errors.values()
     assert fixed.max() < 5e-7
     # One number after another, as a program would.
@@ -63,23 +63,23 @@ def test_rounding_errors_are_those_of_decimal_arithmetic():
             other = float(np.float32(ml_dtypes.bfloat16(n)) * np.float32(frequency))
             assert rounded[p, r] == pytest.approx(distance(other, exact[p, r]), abs=close)
         if 0 < n <= 2**24:
-            assert (product[p] <= precision.product_bound(w, int(n))).all()
+            assert (product[p] <= phase.product_bound(w, int(n))).all()
     assert product[6].max() > 1e-3 and product[1].max() < 1e-7 and (product[0] == 0).all()
     assert rounded[3].max() > 0.5 > 1e-4 > rounded[2].max()  # bfloat16 cannot count past 256
 
 
-@pytest.mark.parametrize(("name", "bits"), precision.PRECISIONS.items())
+@pytest.mark.parametrize(("name", "bits"), phase.PRECISIONS.items())
 def test_a_precision_cannot_tell_slower_rotations_from_none(name, bits):
     number, exact = NUMBERS[name], np.longdouble if name == "float32" else np.float64
-    cosine, sine = precision.slowest_cosine(bits), precision.slowest_sine(bits)
+    cosine, sine = phase.slowest_cosine(bits), phase.slowest_sine(bits)
     assert cosine == pytest.approx(2 ** (-bits / 2), rel=1e-3)
     for factor in (0.1, 0.5, 0.9999, 1.0001, 2):
         assert (number(np.cos(exact(factor * cosine))) == 1) == (factor < 1)
         assert (number(1 + np.sin(exact(factor * sine))) == 1) == (factor < 1)
     for length in (1, 32_000):
-        base = precision.largest_base(cosine, 64, length)
+        base = phase.largest_base(cosine, 64, length)
         assert (spectrum(0.999 * base)[-1] * length > cosine) and not (spectrum(1.001 * base)[-1] * length > cosine)
-    assert precision.largest_base(cosine, 2) == math.inf
+    assert phase.largest_base(cosine, 2) == math.inf
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ def test_layers_and_heads_of_one_rotation_are_one():
         Layer(Rope(), window=8),
         Layer(Alibi()),
     )
-    found = list(rotations(Described("toy", layers, 64, dense.CONFIG), (64, (128,)), ("as trained", "PI")))
+    found = list(rotations(DescribedModel("toy", layers, 64, dense.CONFIG), (64, (128,)), ("as trained", "PI")))
     places = [one.where for one in found]
     assert places == ["layers 0,2", "layer 1", "layer 3, heads 0,2", "layer 3, heads 1,3", "layer 4", "layer 5"]
     for n, base in ((0, 1e4), (2, 1e4), (3, 100.0)):
@@ -166,7 +166,7 @@ def test_a_recipe_is_as_the_analysis_of_schedules_reads_it(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_studied_beside_its_run(tmp_path, monkeypatch):
+def test_a_checkpoint_is_analyzed_beside_its_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = tmp_path / "run"
     found = language_model((Layer(Rope(100.0)), Layer(NoPE()))).checkpoint

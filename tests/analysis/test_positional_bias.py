@@ -9,15 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from pe_lab.analysis import positional_bias
 
-from pe_lab.analysis import bias_gradients
-from pe_lab.analysis.bias_gradients import PATTERNS
-from pe_lab.analysis.positional_bias import Group, compare
+from pe_lab.analysis import positional_bias
+from pe_lab.analysis.positional_bias import PATTERNS, BiasGroup, compare
 from pe_lab.analysis.sequences import Sequences
-from pe_lab.analysis.session import Session, distinct_names, named_by_encoding
-from pe_lab.checkpoints import Checkpoint
-from pe_lab.checkpoints.checkpoint import metadata_of
+from pe_lab.analysis.session import AnalysisSession, distinct_names, named_by_encoding
+from pe_lab.checkpoints.checkpoint import Checkpoint
+from pe_lab.checkpoints.store import metadata_of
 from pe_lab.config import ModelConfig
 from pe_lab.errors import UserError
 from pe_lab.evaluation.variants import Subject, all_variants
@@ -165,7 +163,7 @@ def test_it_is_what_all_weights_and_finite_differences_say(layers, qk_norm, leng
     if length == LONG:
         places = {name: value.astype(np.int32) for name, value in PLACES.items()}
         segments, positions = PLACES["segments"], PLACES["positions"]
-    found = positional_bias.positional_bias(lm, ids, **places)
+    found = positional_bias.measure(lm, ids, **places)
     assert found.bias.shape == (len(ids), len(layers), H, 2) and found.spread.shape == (len(ids), len(layers))
     wide = functools.partial(jax.tree.map, lambda a: np.asarray(a, np.float64))
     inputs = wide(lm.checkpoint.params["token_embedder"]["embedding"])[ids]
@@ -190,7 +188,7 @@ def test_it_is_what_all_weights_and_finite_differences_say(layers, qk_norm, leng
 def test_a_constant_sequence_has_a_bias_with_an_encoding_alone():
     """DroPE, Propositions 3.2 and 3.3, and Remark B.1: hidden states stay constant, whatever the encoding."""
     lm = language_model(qk_norm="none")
-    found = positional_bias.positional_bias(lm, np.full((1, T), 7))
+    found = positional_bias.measure(lm, np.full((1, T), 7))
     assert np.abs(found.spread).max() < 1e-4 * found.hidden_norm.min()
     for n, layer in enumerate(PLAIN):
         bias, query, key = (x[:, n] for x in found[:3])
@@ -213,7 +211,7 @@ def test_a_heads_bias_is_one_less_the_first_token_if_all_its_weight_is_on_the_pa
 def _biases_of(view, slopes):
     encoding = view.encoding._replace(slope=slopes)
     key = jnp.repeat(view.key, H // G, axis=2)
-    return bias_gradients._biases(1e-6 * view.query, key, encoding, view)
+    return positional_bias._biases(1e-6 * view.query, key, encoding, view)
 
 
 @pytest.mark.slow
@@ -221,7 +219,7 @@ def test_memory_is_linear_in_the_length():
     """The whole program of a layer, values and gradients: half the memory at half the length, and no [T, T] array."""
     lm = language_model(qk_norm="none")
     model, schedule = Model(lm.config, backward=False), lm.schedule_for(T)
-    measure = bias_gradients._Measure(bias_gradients._model(lm.config))
+    measure = positional_bias._BiasOfLayer(positional_bias._model(lm.config))
 
     def needed(length: int) -> int:
         x = jax.ShapeDtypeStruct((1, length, D), jnp.float32)
@@ -246,13 +244,13 @@ def rope(seed: int) -> LanguageModel:
 
 
 @pytest.fixture
-def session(tmp_path) -> Session:
+def session(tmp_path) -> AnalysisSession:
     """Two initializations, with RoPE and without; of which two layers are measured."""
     subjects = [Subject(rope(seed), "toy", f"initialization {seed}") for seed in range(2)]
     for n, one in enumerate(subjects):
         one.checkpoint.metadata["id"] = f"init-{n}"
     variants = list(map(named_by_encoding, all_variants(subjects, ("as trained",), ["nope"])))
-    session = Session(
+    session = AnalysisSession(
         "positional_bias", argparse.Namespace(layers="0,1", init=2, again=False), tmp_path, variants,
         distinct_names(variants, False),
     )  # fmt: skip
@@ -267,7 +265,7 @@ def test_initializations_of_an_encoding_are_one_line(session):
     assert [group["name"] for group in found.metadata["groups"]] == names
     assert found.numbers["bias_0"].shape == (2, 2, 2, H, 2)  # initializations, sequences, layers, heads, patterns
     for seed in range(2):
-        alone = positional_bias.positional_bias(rope(seed), tokens(T)[:1], [0, 1])
+        alone = positional_bias.measure(rope(seed), tokens(T)[:1], [0, 1])
         np.testing.assert_allclose(found.numbers["query_gradient_0"][seed, 0], alone.query_gradient[0], rtol=1e-5)
     assert sum("RoPE" in text and " over NoPE" in text and "Figure 4" in text for text in found.sentences) == 2
     figures = {figure.name: figure for figure in found.figures}
@@ -285,17 +283,17 @@ def test_what_cannot_be_measured_is_an_error(session):
     with pytest.raises(UserError, match="needs sequences of at least 3 tokens, not 2"):
         positional_bias.ANALYSIS.run(session)
     with pytest.raises(UserError, match="at least 3 tokens, not 2"):
-        positional_bias.positional_bias(rope(0), tokens(2))
+        positional_bias.measure(rope(0), tokens(2))
     with pytest.raises(UserError, match="no layer 5 to measure; the model has 5"):
-        positional_bias.positional_bias(rope(0), tokens(T), [5])
+        positional_bias.measure(rope(0), tokens(T), [5])
 
 
-def group(name: str, gradients: np.ndarray, encoded: bool, **more) -> Group:
+def group(name: str, gradients: np.ndarray, encoded: bool, **more) -> BiasGroup:
     """A group whose gradients with respect to W_Q and W_K together are [N, L], in every head and pattern."""
     values = np.broadcast_to(gradients[:, None, :, None, None], (len(gradients), 1, gradients.shape[1], 3, 2))
     found = {"query_gradient": 0.6 * values, "key_gradient": 0.8 * values, "bias": values}
     found |= {"spread": gradients[:, None], "hidden_norm": gradients[:, None]}
-    return Group(name, tuple(range(gradients.shape[1])), found, "same", encoded, **more)
+    return BiasGroup(name, tuple(range(gradients.shape[1])), found, "same", encoded, **more)
 
 
 def test_the_comparison_confirms_what_intervals_exclude_chance_for():

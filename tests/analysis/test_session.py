@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pe_lab.analysis import frequency_use
 from tiny_runs import REPOSITORY, compilations_kept, trained  # noqa: F401
 
 from pe_lab import analyze
+from pe_lab.analysis import frequency_use
 from pe_lab.analysis.analysis import Parts
 from pe_lab.analysis.sequences import find_copy
 from pe_lab.analysis.session import distinct_names
@@ -61,7 +61,7 @@ def test_the_copy_of_an_answer_is_its_last_and_longest():
     assert find_copy(tokens, np.array([4])) == (0, 0)
 
 
-def test_a_analysis_writes_numbers_with_their_lineage(trained, text, tmp_path, capsys):  # noqa: F811
+def test_an_analysis_writes_numbers_with_their_lineage(trained, text, tmp_path, capsys):  # noqa: F811
     argv = [f"--from={trained}/pretrain,{trained}/recalibrate", f"--text={text}", "--length=24", "--sequences=3"]
     argv.append(f"--out={tmp_path / 'a'}")
     assert run("frequency_use", *argv, "--methods=as-trained,dropped") == 0
@@ -86,18 +86,18 @@ def test_a_analysis_writes_numbers_with_their_lineage(trained, text, tmp_path, c
 def frequency_use_of(trained, ids):  # noqa: F811
     import pe_lab
 
-    return frequency_use.frequency_use(pe_lab.load(trained / "pretrain"), ids).query
+    return frequency_use.measure(pe_lab.load(trained / "pretrain"), ids).query
 
 
 def test_what_was_measured_is_not_measured_again(trained, text, tmp_path, monkeypatch):  # noqa: F811
     calls = []
-    whole = frequency_use.frequency_use
+    whole = frequency_use.measure
 
     def counted(lm, tokens, *rest, **more):
         calls.append(len(tokens))  # the tests' eight devices measure eight sequences at once
         return whole(lm, tokens, *rest, **more)
 
-    monkeypatch.setattr(frequency_use, "frequency_use", counted)
+    monkeypatch.setattr(frequency_use, "measure", counted)
     argv = ["frequency_use", f"--from={trained}/pretrain", f"--text={text}", "--length=24", f"--out={tmp_path}"]
     assert run(*argv, "--sequences=2") == 0
     assert calls == [8]

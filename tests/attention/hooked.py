@@ -8,7 +8,8 @@ import jax.numpy as jnp
 
 from pe_lab.attention import LayerEncoding
 from pe_lab.attention.hooks import Hooks
-from pe_lab.positional import Encoding, LayerHooks, NotebookBias
+from pe_lab.positional import Encoding, LayerHooks
+from pe_lab.positional.notebook import NotebookBias
 
 
 @dataclass(frozen=True)

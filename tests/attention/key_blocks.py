@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pe_lab.attention.key_block import AttentionInputs, KeyBlockGradients, Rotation
+from pe_lab.attention.key_block import AttentionInputs, KeyBlockGradients, KeyRotation
 from pe_lab.positional import alibi_slopes
 from pe_lab.positional.rotation import fixed_point_frequencies
 
@@ -147,7 +147,7 @@ def request(case: Case, garbage: bool = True) -> Request:
         chunk=32,
     )
     if frequencies is not None:
-        rotation = Rotation(jnp.asarray(fixed_point_frequencies(frequencies)), jnp.float32(gain))
+        rotation = KeyRotation(jnp.asarray(fixed_point_frequencies(frequencies)), jnp.float32(gain))
         inputs = dataclasses.replace(inputs, rotation=rotation)
     if garbage:
         gone = (np.arange(S) >= used[:, None])[:, None, :, None]

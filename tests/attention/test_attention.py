@@ -266,5 +266,5 @@ def test_bad_calls_say_what_is_wrong():
     q, k, v = qkv(1, 4, 4, 2, 4)
     with pytest.raises(UserError, match="'chunkd'.*Did you mean 'chunked'"):
         attention(q, k, v, LayerEncoding(), implementation="chunkd")
-    with pytest.raises(UserError, match="3 rows of rotations fit neither 2 key heads nor 4 query heads"):
+    with pytest.raises(UserError, match="3 rotations fit neither 2 key heads nor 4 query heads"):
         attention(q, k, v, rotation_row(np.ones((3, 2)), np.arange(4)[None]))

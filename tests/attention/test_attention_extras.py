@@ -1,4 +1,4 @@
-"""Rare features of attention: heads of noise, and a diagonal bias."""
+"""A rare feature of attention: a diagonal bias."""
 
 import functools
 
@@ -9,8 +9,6 @@ import pytest
 from hooked import DIAGONAL
 
 from pe_lab.attention import IMPLEMENTATIONS, LayerEncoding, attention
-from pe_lab.attention.noise import KEYS, QUERIES, replace_heads_by_noise
-from pe_lab.errors import UserError
 
 B, T, H, K = 2, 21, 4, 16
 HERE = [name for name, one in IMPLEMENTATIONS.items() if "cpu" in one.capabilities.platforms]
@@ -54,63 +52,3 @@ def test_gradients_under_a_self_bias_are_the_references(implementation):
 
     for a, b in zip(gradients(implementation), gradients("reference"), strict=True):
         np.testing.assert_allclose(a, b, atol=3e-5)
-
-
-# --- Heads of noise --------------------------------------------------------------------------------------------------
-
-SEEDS = jnp.asarray([0, 11, 0, 12], jnp.uint32)
-
-
-@jax.jit
-def replaced(q, k, seeds, positions):
-    return replace_heads_by_noise(q, seeds, positions, QUERIES), replace_heads_by_noise(k, seeds, positions, KEYS)
-
-
-def test_noise_replaces_the_chosen_heads_and_no_others():
-    q, k = draw(B, T, H, K, seed=1), 3 * draw(B, T, H, K, seed=2)
-    new_q, new_k = replaced(q, k, SEEDS, jnp.arange(T)[None])
-    for new, old in ((new_q, q), (new_k, k)):
-        np.testing.assert_array_equal(new[:, :, [0, 2]], old[:, :, [0, 2]])
-        assert (np.asarray(new[:, :, [1, 3]]) != np.asarray(old[:, :, [1, 3]])).all()
-
-
-def test_noise_is_gaussian_and_as_large_as_the_kept_heads():
-    """Its variance is that of the kept heads' components, per token; queries, keys and heads are independent."""
-    size = np.linspace(0.5, 4, 300)[:, None, None]  # a token's own
-    q, k = (jnp.asarray(size * np.asarray(draw(1, 300, H, 64, seed=i))) for i in (1, 2))
-    q = q.at[:, :, [1, 3]].multiply(100.0)  # replaced heads do not influence the size
-    new_q, new_k = (np.asarray(x) for x in replaced(q, k, SEEDS, jnp.arange(300)[None]))
-    for new, old in ((new_q, np.asarray(q)), (new_k, np.asarray(k))):
-        scaled = new[0, :, [1, 3]] / np.std(old[0][:, [0, 2]], axis=(-2, -1))[None, :, None]
-        assert abs(scaled.mean()) < 0.02 and abs(scaled.std() - 1) < 0.02
-        assert abs((scaled**4).mean() - 3) < 0.15  # a Gaussian's kurtosis
-        assert abs(np.corrcoef(scaled[0].ravel(), scaled[1].ravel())[0, 1]) < 0.03
-    assert abs(np.corrcoef(new_q[0, :, 1].ravel(), new_k[0, :, 1].ravel())[0, 1]) < 0.03
-
-
-def test_noise_is_a_function_of_seed_and_position():
-    q, k = draw(1, T, H, K, seed=1), draw(1, T, H, K, seed=2)
-    positions = jnp.arange(T)[None]
-    whole = replaced(q, k, SEEDS, positions)
-    np.testing.assert_array_equal(whole[0], replaced(q, k, SEEDS, positions)[0])
-    # A part of the sequence, at its own positions, has the same noise: a cached decode equals a full pass.
-    part = replaced(q[:, 5:9], k[:, 5:9], SEEDS, positions[:, 5:9])
-    for a, b in zip(whole, part, strict=True):
-        np.testing.assert_allclose(a[:, 5:9], b, rtol=1e-6)
-    other = replaced(q, k, SEEDS.at[1].set(13), positions)
-    assert (np.asarray(other[0])[:, :, 1] != np.asarray(whole[0])[:, :, 1]).all()
-    np.testing.assert_array_equal(other[0][:, :, 3], whole[0][:, :, 3])
-
-
-def test_if_no_head_is_kept_noise_is_as_large_as_all_heads():
-    q, k = 5 * draw(1, 400, H, K, seed=1), draw(1, 400, H, K, seed=2)
-    new_q, new_k = replaced(q, k, jnp.asarray([1, 2, 3, 4], jnp.uint32), jnp.arange(400)[None])
-    assert float(np.std(new_q)) == pytest.approx(float(np.std(q)), rel=0.02)
-    assert float(np.std(new_k)) == pytest.approx(float(np.std(k)), rel=0.02)
-
-
-@pytest.mark.slow
-def test_noise_needs_keys_of_each_query_head():
-    q, k, v = draw(1, T, 4, K), draw(1, T, 2, K), draw(1, T, 2, K)
-    with pytest.raises(UserError, match="keys are rotated per query head"):
-        attention(q, k, v, LayerEncoding(noise=SEEDS))

@@ -9,7 +9,7 @@ from hooked import FEATURE_OF, Function, Sink, Table, hooked
 
 from pe_lab.attention import IMPLEMENTATIONS, LayerEncoding, attention
 from pe_lab.attention.bias import PositionBias
-from pe_lab.attention.capabilities import FEATURES, Capabilities, Request, refusals
+from pe_lab.attention.capabilities import FEATURES, AttentionRequest, Capabilities, refusals
 from pe_lab.attention.dispatch import choose, layer_request, order
 from pe_lab.attention.kernels import external
 from pe_lab.attention.key_block import AttentionInputs
@@ -54,7 +54,7 @@ def test_an_implementation_refuses_a_feature_that_it_does_not_honour(row, arrays
 
 def test_auto_skips_implementations_that_cannot_serve_the_request(monkeypatch):
     bare = dataclasses.replace(IMPLEMENTATIONS["dense"], capabilities=Capabilities(frozenset()))
-    asked = Request(length=8, dtype="float32")
+    asked = AttentionRequest(length=8, dtype="float32")
     monkeypatch.setitem(IMPLEMENTATIONS, "dense", bare)
     assert choose("auto", asked, 8) == "dense"
     assert choose("auto", asked._replace(needs=frozenset({"slopes"})), 8) == "chunked"
@@ -65,8 +65,8 @@ def test_auto_skips_implementations_that_cannot_serve_the_request(monkeypatch):
         choose("auto", both, 8)
 
 
-TPU = Request(platform="tpu", length=8192)
-GPU = Request(platform="gpu", length=8192)
+TPU = AttentionRequest(platform="tpu", length=8192)
+GPU = AttentionRequest(platform="gpu", length=8192)
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,8 @@ GPU = Request(platform="gpu", length=8192)
         (GPU._replace(needs=frozenset({"distance bias"}), backward=True), "pallas_gpu"),
         (GPU._replace(split_heads=True), "pallas_gpu"),
         (GPU._replace(head_dim=20), "chunked"),
-        (Request(length=8192), "chunked"),
-        (Request(length=512), "dense"),
+        (AttentionRequest(length=8192), "chunked"),
+        (AttentionRequest(length=512), "dense"),
     ],
 )
 def test_auto_takes_the_fastest_that_can(asked, chosen, monkeypatch):
@@ -121,7 +121,7 @@ def test_every_platform_has_an_order_of_its_implementations():
     for platform in ("cpu", "gpu", "tpu"):
         here = {name for name, one in IMPLEMENTATIONS.items() if platform in one.capabilities.platforms}
         for split in (False, True):
-            assert set(order(Request(platform=platform, split_heads=split), 512)) == here
+            assert set(order(AttentionRequest(platform=platform, split_heads=split), 512)) == here
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_every_platform_has_an_order_of_its_implementations():
     [
         (
             "splash",
-            Request(),
+            AttentionRequest(),
             "'splash' runs on tpu, and this is for cpu. Choose one of auto, reference, dense, chunked",
         ),
         ("cudnn", GPU._replace(head_dim=20), "'cudnn' takes heads of .*, and these have 20. Choose one of auto, ref"),
@@ -140,7 +140,7 @@ def test_every_platform_has_an_order_of_its_implementations():
         ("splash", TPU._replace(length=2**20), "'splash' reads at most [0-9,]+ tokens, and these are 1,048,576"),
         (
             "chunked",
-            Request(partial=True, needs=frozenset({"logit functions"})),
+            AttentionRequest(partial=True, needs=frozenset({"logit functions"})),
             "no logit functions for a sequence on several",
         ),
     ],
@@ -192,11 +192,11 @@ def test_a_kernel_refuses_a_function_itself():
 def test_the_request_of_a_layer(structure, features):
     request = layer_request(structure, (4, 2, K), "float32", T, backward=True)
     needs = frozenset(features.pop("needs", ()))
-    assert request == Request(needs, "cpu", K, "float32", T, backward=True, **features)
+    assert request == AttentionRequest(needs, "cpu", K, "float32", T, backward=True, **features)
 
 
 def test_capabilities_name_features_that_exist():
     for name, one in IMPLEMENTATIONS.items():
         assert one.capabilities.honours <= set(FEATURES), name
         assert one.capabilities.platforms and set(one.capabilities.platforms) <= {"cpu", "gpu", "tpu"}, name
-        assert refusals(one.capabilities, Request(needs=frozenset(FEATURES), platform="none")), name
+        assert refusals(one.capabilities, AttentionRequest(needs=frozenset(FEATURES), platform="none")), name

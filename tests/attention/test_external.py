@@ -23,7 +23,7 @@ from pe_lab.attention.kernels.external import (
 from pe_lab.attention.key_block import AttentionInputs, scaled
 from pe_lab.attention.reference import reference_attention
 from pe_lab.errors import UnsupportedError, UserError
-from pe_lab.parallel.ahead_of_time import libtpu_version, topology_devices
+from pe_lab.parallel.compiler import libtpu_version, topology_devices
 from pe_lab.parallel.topology import parse_topology
 
 

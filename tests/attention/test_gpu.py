@@ -16,7 +16,7 @@ from key_blocks import INTERPRET, LINES, QUICK, Case, an_h100, error, interprete
 
 from pe_lab.attention.kernels import gpu as pallas_gpu
 from pe_lab.attention.kernels.gpu import gpu_key_block, tiles
-from pe_lab.attention.key_block import FLOOR, MASKED, AttentionInputs, Rotation, block_rotations, merge
+from pe_lab.attention.key_block import FLOOR, MASKED, AttentionInputs, KeyRotation, block_rotations, merge
 from pe_lab.positional.rotation import fixed_point_frequencies
 
 CLOSE = {"float32": 1e-5, "bfloat16": 1e-2}
@@ -224,7 +224,7 @@ def test_key_blocks_merge_as_in_a_ring():
 
 def test_rotations_are_right_at_every_position():
     frequencies = 10000.0 ** -np.linspace(0, 1, 16)[None]
-    rotation = Rotation(jnp.asarray(fixed_point_frequencies(frequencies)), jnp.full((1, 16), 2.0))
+    rotation = KeyRotation(jnp.asarray(fixed_point_frequencies(frequencies)), jnp.full((1, 16), 2.0))
     parts = jax.jit(block_rotations, static_argnums=(1, 2))(rotation, 2**14 + 1, 64)
     block_cos, block_sin, place_cos, place_sin = (np.asarray(x, np.float64)[0] for x in parts)
     places = 2**20 + np.arange(64)
@@ -287,7 +287,7 @@ def shapes(B=1, T=4000, S=4000, H=8, G=2, K=128, dtype=jnp.bfloat16, rotation=0,
     of = jax.ShapeDtypeStruct
     whole = functools.partial(of, dtype=jnp.int32)
     bound = whole((B,)) if bounds else None
-    fixed_freq = Rotation(of((rotation, K // 2, 2), jnp.uint32), of((rotation, K // 2), jnp.float32))
+    fixed_freq = KeyRotation(of((rotation, K // 2, 2), jnp.uint32), of((rotation, K // 2), jnp.float32))
     inputs = AttentionInputs(
         bound,
         bound,

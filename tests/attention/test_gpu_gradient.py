@@ -14,10 +14,10 @@ from key_blocks import INTERPRET, LINES, QUICK, Case, an_h100, error, interprete
 
 from pe_lab.attention.bias import PositionBias
 from pe_lab.attention.kernels import gpu_gradient_kernel
+from pe_lab.attention.kernels.gpu import filled
 from pe_lab.attention.kernels.gpu_gradient import gpu_key_block_gradient, gradient_tiles
 from pe_lab.attention.kernels.gpu_gradient_kernel import distance_gradient
-from pe_lab.attention.kernels.gpu_kernel import filled
-from pe_lab.attention.key_block import MASKED, AttentionInputs, Noise, Rotation
+from pe_lab.attention.key_block import MASKED, AttentionInputs, KeyRotation
 from pe_lab.errors import UnsupportedError
 
 CLOSE = {"float32": 1e-5, "bfloat16": 2e-2}
@@ -177,13 +177,8 @@ def test_queries_that_see_nothing_have_no_gradient():
 
 def test_what_the_forward_pass_alone_takes_is_refused():
     asked = request(Case())
-    rotation = Rotation(jnp.zeros((2, 16, 2), jnp.uint32), jnp.ones((2, 16)))
-    noise = Noise(jnp.zeros(2, jnp.uint32), jnp.ones((1, 16)))
-    for refused in (
-        {"rotation": rotation},
-        {"rotation": rotation, "noise": noise},
-        {"bias": PositionBias((), ())},
-    ):
+    rotation = KeyRotation(jnp.zeros((2, 16, 2), jnp.uint32), jnp.ones((2, 16)))
+    for refused in ({"rotation": rotation}, {"bias": PositionBias((), ())}):
         asked.inputs = AttentionInputs(**refused)
         with pytest.raises(UnsupportedError):
             gradients(asked)

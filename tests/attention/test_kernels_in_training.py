@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hooked import KeyBias, Sink, Table, hooked
 
-from pe_lab.attention import IMPLEMENTATIONS, Rotation, attention
+from pe_lab.attention import IMPLEMENTATIONS, KeyRotation, attention
 from pe_lab.attention.gradient import Pair, whole_sequence
 from pe_lab.attention.kernels.gpu import gpu_key_block
 from pe_lab.attention.kernels.gpu_gradient import gpu_key_block_gradient
@@ -47,7 +47,7 @@ def arrays(split: bool):
     encoding = hooked(Table(), KeyBias(), Sink())
     if split:
         frequencies = fixed_point_frequencies(rng.uniform(0, 1, (H, K // 2)))
-        rotation = Rotation(jnp.asarray(frequencies), jnp.ones((H, K // 2)))
+        rotation = KeyRotation(jnp.asarray(frequencies), jnp.ones((H, K // 2)))
         cos, sin = rotation_tables(*rotation, jnp.arange(T, dtype=jnp.int32)[None])
         encoding = encoding._replace(cos=cos, sin=sin, rotation=rotation)
     return (q, k, v, x, encoding.hooks.params), encoding

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pe_lab.attention import CacheView, LayerEncoding, attention, cached_attention, encode_keys, kv_cache_kernel
+from pe_lab.attention import CacheView, LayerEncoding, attention, cached_attention, encode_keys, kv_cache
 from pe_lab.attention.hooks import Hooks
 from pe_lab.errors import UserError
-from pe_lab.positional import LayerHooks, NotebookBias
+from pe_lab.positional import LayerHooks
+from pe_lab.positional.notebook import NotebookBias
 
 B, H, G, K, SLOTS = 2, 4, 2, 8, 20
 LENGTHS = np.asarray([13, 5])  # cached tokens of each row
@@ -29,15 +30,13 @@ def rotations(rows: int, positions):
 def row_at(kind: str, positions) -> LayerEncoding:
     """A layer encoding of this `kind`, at these positions [B, T]."""
     row = LayerEncoding()
-    for rows, name in ((1, "shared"), (G, "grouped"), (H, "split"), (H, "noise")):
+    for rows, name in ((1, "shared"), (G, "grouped"), (H, "split")):
         if kind == name:
             row = row._replace(**dict(zip(("cos", "sin"), rotations(rows, positions), strict=True)))
     if kind == "slopes":
         row = row._replace(slope=jnp.asarray([0.5, 0.25, 0.1, 0.02]))
     if kind == "scale":
         row = row._replace(logit_scale=jnp.float32(1.7))
-    if kind == "noise":
-        row = row._replace(noise=jnp.asarray([0, 9, 0, 3], jnp.uint32))
     if kind == "position bias":
         row = row._replace(hooks=Hooks(({},), (LayerHooks(NotebookBias(2.0, 7)),)))
     return row
@@ -46,7 +45,7 @@ def row_at(kind: str, positions) -> LayerEncoding:
 @functools.partial(jax.jit, static_argnames=("window", "block", "rotated"))
 def cached(q, k, v, past_key, past_value, at, used, row, slots_row, positions, window, block, rotated):
     past = CacheView(past_key[None], past_value[None], 0, at, used, None if rotated else slots_row)
-    seen = encode_keys(k, row, H, positions)
+    seen = encode_keys(k, row, H)
     return cached_attention(q, seen, v, past, row, positions=positions, window=window, block=block)
 
 
@@ -67,8 +66,8 @@ def both(kind, window=None, block=6, rotated=True, garbage=0.0, order=None, capa
     # Slots in a given order: visibility depends on positions, not on slots.
     order = np.arange(capacity) if order is None else order
     at = np.where(order < LENGTHS[:, None], order, -1).astype(np.int32)
-    heads = H if rotated and kind in ("split", "noise") else G
-    keys = np.asarray(encoded(k, row_at(kind, every), H, every)) if rotated else k
+    heads = H if rotated and kind == "split" else G
+    keys = np.asarray(encoded(k, row_at(kind, every), H)) if rotated else k
     past_key = np.full((B, capacity, heads, K), garbage, np.float32)
     past_value = np.full((B, capacity, G, K), garbage, np.float32)
     for b in range(B):
@@ -96,7 +95,7 @@ def both(kind, window=None, block=6, rotated=True, garbage=0.0, order=None, capa
     return np.asarray(out), take(np.asarray(full))
 
 
-KINDS = ["none", "shared", "grouped", "split", "slopes", "scale", "noise", "position bias"]
+KINDS = ["none", "shared", "grouped", "split", "slopes", "scale", "position bias"]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +107,7 @@ def test_it_equals_attention_over_the_whole_sequence(kind, window):
     assert np.abs(full).max() > 0.3
 
 
-@pytest.mark.parametrize("kind", ["shared", "grouped", "split", "noise"])
+@pytest.mark.parametrize("kind", ["shared", "grouped", "split"])
 def test_unrotated_keys(kind):
     found, full = both(kind, window=9, rotated=False)
     np.testing.assert_allclose(found, full, atol=2e-5)
@@ -143,10 +142,8 @@ def test_heads_that_do_not_fit():
     with pytest.raises(UserError, match="3 query heads do not divide into 2"):
         cached_attention(jnp.zeros((1, 1, 3, K)), new, new, past, LayerEncoding(), positions=jnp.zeros((1, 1), int))
     cos = jnp.ones((1, 1, 3, K // 2))
-    with pytest.raises(UserError, match="3 rows of rotations fit neither 2 key heads nor 4"):
-        encode_keys(new, LayerEncoding(cos, cos), 4, jnp.zeros((1, 1), int))
-    with pytest.raises(UserError, match="rotated per query head"):
-        encode_keys(new, LayerEncoding(noise=jnp.ones(4, jnp.uint32)), 4, jnp.zeros((1, 1), int))
+    with pytest.raises(UserError, match="3 rotations fit neither 2 key heads nor 4"):
+        encode_keys(new, LayerEncoding(cos, cos), 4)
 
 
 @pytest.mark.parametrize("new", [1, 3])
@@ -161,5 +158,5 @@ def test_a_device_writes_the_new_tokens_of_its_own_slots(new, starts):
         for i in range(new):
             if 0 <= start + i < 4:
                 expected[1, row, :, start + i] = tokens[row, i]
-    found = jax.jit(kv_cache_kernel._written)(cache, 1, tokens, np.asarray(starts, np.int32))
+    found = jax.jit(kv_cache._written)(cache, 1, tokens, np.asarray(starts, np.int32))
     np.testing.assert_array_equal(found, expected)

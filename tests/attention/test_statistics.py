@@ -1,4 +1,4 @@
-"""Statistics of attention against all [T, T] weights in float64, and against known values."""
+"""AttentionStatistics of attention against all [T, T] weights in float64, and against known values."""
 
 import functools
 
@@ -10,8 +10,7 @@ from hooked import Diagonal
 
 from pe_lab.attention import LayerEncoding, attention
 from pe_lab.attention.hooks import Hooks
-from pe_lab.attention.noise import KEYS, QUERIES, replace_heads_by_noise
-from pe_lab.attention.statistics import Statistics, attention_rows, attention_statistics
+from pe_lab.attention.statistics import AttentionStatistics, attention_rows, attention_statistics
 from pe_lab.errors import UserError
 from pe_lab.positional import LayerHooks, alibi_slopes
 
@@ -25,7 +24,7 @@ def queries_and_keys(T: int, seed: int = 0, heads: int = H, kv_heads: int = G, s
     return tuple(jnp.asarray((size * rng.standard_normal((B, T, n, K))).astype(np.float32)) for n in (heads, kv_heads))
 
 
-def measure(*arguments, **options) -> Statistics:
+def measure(*arguments, **options) -> AttentionStatistics:
     """The statistics on the host."""
     return jax.device_get(attention_statistics(*arguments, **options))
 
@@ -57,7 +56,7 @@ def full_weights(
     return weights / weights.sum(-1, keepdims=True), logits
 
 
-def expected(weights, logits, segments=None) -> Statistics:
+def expected(weights, logits, segments=None) -> AttentionStatistics:
     T = weights.shape[-1]
     safe = np.where(weights > 0, weights, 1)
     index = np.arange(T)
@@ -66,7 +65,7 @@ def expected(weights, logits, segments=None) -> Statistics:
     if segments is not None:
         first = np.array([[list(text).index(one) for one in text] for text in segments])
         on_first = np.take_along_axis(weights, first[:, None, :, None], -1)[..., 0]
-    return Statistics(
+    return AttentionStatistics(
         logsumexp=highest + np.log(np.exp(logits - highest[..., None]).sum(-1)),
         entropy=-(weights * np.log(safe)).sum(-1),
         on_self=weights[..., index, index],
@@ -77,8 +76,8 @@ def expected(weights, logits, segments=None) -> Statistics:
     )
 
 
-def assert_equal(found: Statistics, wanted: Statistics, tolerance: float = 1e-5):
-    for name, a, b in zip(Statistics._fields, found, wanted, strict=True):
+def assert_equal(found: AttentionStatistics, wanted: AttentionStatistics, tolerance: float = 1e-5):
+    for name, a, b in zip(AttentionStatistics._fields, found, wanted, strict=True):
         assert a.dtype == jnp.float32 and a.shape == b.shape, name
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance, err_msg=name)
 
@@ -196,25 +195,6 @@ def test_bfloat16_is_read_as_attention_reads_it():
     assert_equal(found, expected(*full_weights(q, k, **case)), tolerance=0.06)
 
 
-def test_heads_of_noise_are_measured_as_noise():
-    q, k = queries_and_keys(T, kv_heads=H)
-    case, row, other = arguments_of(dict(rows=[1, 0, 0.5, 2]))
-    seeds = jnp.asarray([0, 5, 0, 0], jnp.uint32)
-    found = measure(q, k, row._replace(noise=seeds), block=8, **other)
-    rotated = []
-    for x in (np.asarray(q), np.asarray(k)):
-        cos, sin, a, b = np.asarray(row.cos), np.asarray(row.sin), x[..., : K // 2], x[..., K // 2 :]
-        rotated.append(np.concatenate([a * cos - b * sin, b * cos + a * sin], -1))
-    noisy = [
-        replace_heads_by_noise(jnp.asarray(x), seeds, None, which)
-        for x, which in zip(rotated, (QUERIES, KEYS), strict=True)
-    ]
-    assert_equal(found, expected(*full_weights(*noisy)))
-    plain = expected(*full_weights(q, k, **case))
-    changed = np.abs(found.entropy - plain.entropy).max((0, 2))
-    assert changed[1] > 0.1 and (changed[[0, 2, 3]] < 1e-5).all()
-
-
 # --- What is known without computing it ------------------------------------------------------------------------------
 
 
@@ -283,8 +263,7 @@ def test_an_index_outside_the_sequence_is_an_error(arguments, message):
     ("heads", "kv_heads", "row", "message"),
     [
         (3, 2, LayerEncoding(), "3 query heads do not divide"),
-        (4, 2, rotations(FREQUENCIES * np.ones((3, 1)), np.arange(T)[None]), "3 rows of rotations fit neither"),
-        (4, 2, LayerEncoding(noise=jnp.zeros(4, jnp.uint32)), "rotated per query head"),
+        (4, 2, rotations(FREQUENCIES * np.ones((3, 1)), np.arange(T)[None]), "3 rotations fit neither"),
     ],
 )
 def test_statistics_refuse_the_arguments_that_attention_refuses(heads, kv_heads, row, message):

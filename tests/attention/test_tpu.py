@@ -11,7 +11,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from key_blocks import LINES, QUICK, Case, error, request
 
-from pe_lab.attention.kernels.tpu import Tiles, tiles, tpu_key_block
+from pe_lab.attention.kernels.tpu import TpuTiles, tiles, tpu_key_block
 from pe_lab.attention.key_block import MASKED, PartialAttention, merge
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
@@ -44,7 +44,7 @@ def test_any_head(K):
 
 
 # Small blocks, so that few tokens have many of them: queries of 128, of both heads; keys of 128.
-SMALL = Tiles(heads=2, queries=128, keys=128, few=False)
+SMALL = TpuTiles(heads=2, queries=128, keys=128, few=False)
 # Two rows of a batch: one begins before all of its keys, and one ends before the keys do.
 BASE = Case(B=2, T=140, S=300, H=4, G=2, start=(-3, 165))
 FEATURES = {
@@ -78,7 +78,7 @@ def test_features_alone_and_together(names):
 @pytest.mark.parametrize("more", [{}, {"window": 70}], ids=str)
 def test_whole_blocks_begin_and_end_where_all_queries_see_all_keys(more):
     """One row of the batch for each first query, and one for each number of used keys, in a block of 128 keys."""
-    cut = Tiles(heads=2, queries=8, keys=128, few=True)
+    cut = TpuTiles(heads=2, queries=8, keys=128, few=True)
     check(Case(B=130, T=2, S=300, start=tuple(range(120, 250)), **more), cut=cut)
     check(Case(B=130, T=2, S=300, start=(290,) * 130, used=tuple(range(125, 255)), **more), cut=cut)
 
@@ -151,13 +151,13 @@ def test_parts_merge_to_the_whole_and_empty_parts_stay_empty():
 
 
 def test_blocks_hold_whole_groups_of_heads_and_few_rows():
-    assert tiles(14, 2, 8192, 8192) == Tiles(7, 128, 512, False)
-    assert tiles(32, 8, 2**20, 2**20) == Tiles(4, 256, 512, False)
-    assert tiles(8, 8, 8192, 8192) == Tiles(1, 512, 512, False)
+    assert tiles(14, 2, 8192, 8192) == TpuTiles(7, 128, 512, False)
+    assert tiles(32, 8, 2**20, 2**20) == TpuTiles(4, 256, 512, False)
+    assert tiles(8, 8, 8192, 8192) == TpuTiles(1, 512, 512, False)
     assert tiles(32, 1, 8192, 8192).heads * tiles(32, 1, 8192, 8192).queries <= 1024  # one key head for 32
-    assert tiles(14, 2, 1, 2**17) == Tiles(7, 1, 2048, True)
+    assert tiles(14, 2, 1, 2**17) == TpuTiles(7, 1, 2048, True)
     assert tiles(14, 2, 1, 2**17, split_heads=True).queries == 8
-    assert tiles(4, 4, 100, 100) == Tiles(1, 104, 128, True)
+    assert tiles(4, 4, 100, 100) == TpuTiles(1, 104, 128, True)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

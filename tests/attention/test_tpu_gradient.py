@@ -13,7 +13,7 @@ from key_blocks import LINES, QUICK, Case, error, request
 
 from pe_lab.attention.bias import PositionBias
 from pe_lab.attention.kernels.tpu_gradient import tpu_key_block_gradient
-from pe_lab.attention.key_block import AttentionInputs, Noise, Rotation
+from pe_lab.attention.key_block import AttentionInputs, KeyRotation
 from pe_lab.errors import UnsupportedError
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
@@ -146,10 +146,9 @@ def test_random_shapes_and_features(data):
 def test_what_has_no_gradient_is_refused():
     asked = request(Case(T=4, H=2))
     saved = asked.backward
-    rotation = Rotation(jnp.zeros((2, 16, 2), jnp.uint32), jnp.ones((2, 16)))
+    rotation = KeyRotation(jnp.zeros((2, 16, 2), jnp.uint32), jnp.ones((2, 16)))
     for inputs in (
         AttentionInputs(rotation=rotation),
-        AttentionInputs(noise=Noise(jnp.zeros(2, jnp.uint32), jnp.ones((1, 4)))),
         AttentionInputs(bias=PositionBias((), ())),
     ):
         with pytest.raises(UnsupportedError):

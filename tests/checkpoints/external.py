@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from pe_lab.checkpoints.checkpoint import Checkpoint
-from pe_lab.checkpoints.source import Source
+from pe_lab.checkpoints.source import CheckpointSource
 from pe_lab.config import ModelConfig
 from pe_lab.model import Model
 from pe_lab.positional import Layer, build_schedule
@@ -91,7 +91,7 @@ def golden(name: str) -> tuple[np.ndarray, np.ndarray]:
         return file["tokens"], file["logits"]
 
 
-class Memory(Source):
+class Memory(CheckpointSource):
     """A source of random numbers, which counts what is read of it."""
 
     def __init__(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from checkpoints.external import as_array, copy_of, edit_config, golden, logits, read_file, write_tensors
 
-from pe_lab.checkpoints import open_checkpoint, open_source
+from pe_lab.checkpoints.checkpoint import open_checkpoint, open_source
 from pe_lab.checkpoints.huggingface import HuggingFaceSource
 from pe_lab.convert import main
 from pe_lab.errors import UserError

@@ -10,10 +10,10 @@ from checkpoints.external import DATA, NAMES, as_array, copy_of, golden, logits,
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pe_lab.checkpoints import families, huggingface, open_checkpoint
+from pe_lab.checkpoints import families, huggingface
+from pe_lab.checkpoints.checkpoint import open_checkpoint
 from pe_lab.checkpoints.families import FAMILIES, GGUF_LLAMA, Leaf, leaf_shapes
-from pe_lab.checkpoints.hf_export import plan_export, write_huggingface
-from pe_lab.checkpoints.huggingface import HuggingFaceSource
+from pe_lab.checkpoints.huggingface import HuggingFaceSource, plan_export, write_huggingface
 from pe_lab.config import ModelConfig
 from pe_lab.errors import UserError
 from pe_lab.model import complete
@@ -73,10 +73,10 @@ def test_in_and_out_and_in_changes_no_byte(name, tmp_path):
 
 
 def test_shards_are_filled_in_order_and_indexed(tmp_path, monkeypatch):
-    from pe_lab.checkpoints import hf_export
+    from pe_lab.checkpoints import huggingface
 
     limit = 8192  # bytes of the embedding, of two projections of queries, or of four of keys
-    monkeypatch.setattr(hf_export, "SHARD_BYTES", limit)
+    monkeypatch.setattr(huggingface, "SHARD_BYTES", limit)
     source = HuggingFaceSource(DATA / "llama")
     write_huggingface(source, plan_export(source), tmp_path)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())

@@ -8,7 +8,8 @@ import pytest
 from checkpoints.external import DATA, as_array, golden, logits, read_tensors
 
 from pe_lab import load
-from pe_lab.checkpoints import open_checkpoint, source
+from pe_lab.checkpoints import source
+from pe_lab.checkpoints.checkpoint import open_checkpoint
 from pe_lab.checkpoints.gguf_file import GgufSource
 from pe_lab.convert import main
 from pe_lab.errors import UserError
@@ -237,7 +238,7 @@ def test_scalings_as_llama_cpp_reads_them(tmp_path):
 
 def test_logits_are_not_compared_where_transformers_ignores_the_scaling(tmp_path, monkeypatch, capsys):
     """/bin/true can "import" all packages, and computes no logits."""
-    monkeypatch.setattr("pe_lab.convert.load_tokenizer", lambda where: None)
+    monkeypatch.setattr("pe_lab.data.tokenizers.load_tokenizer", lambda where: None)
     factors = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 1e30}
     path = write(tmp_path / "model.gguf", tensors_of("llama", 4, 2), SHAPE | factors)
     assert main([f"--from=gguf:{path}", f"--to={tmp_path / 'ours'}", "--parity-python=/bin/true"]) == 0

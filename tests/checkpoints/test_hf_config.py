@@ -5,7 +5,7 @@ import json
 import pytest
 from checkpoints.external import DATA, copy_of, edit_config, golden, logits
 
-from pe_lab.checkpoints import open_checkpoint
+from pe_lab.checkpoints.checkpoint import open_checkpoint
 from pe_lab.checkpoints.families import FAMILIES
 from pe_lab.checkpoints.hf_config import read_config, write_config
 from pe_lab.checkpoints.huggingface import HuggingFaceSource

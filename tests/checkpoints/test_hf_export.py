@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from checkpoints.external import Memory, logits
 
-from pe_lab.checkpoints import open_checkpoint
-from pe_lab.checkpoints.families import FAMILIES, Table
+from pe_lab.checkpoints.checkpoint import open_checkpoint
+from pe_lab.checkpoints.families import FAMILIES, TensorTable
 from pe_lab.checkpoints.hf_config import write_config
-from pe_lab.checkpoints.hf_export import choose_family, plan_export, write_huggingface
+from pe_lab.checkpoints.huggingface import choose_family, plan_export, write_huggingface
 from pe_lab.config import ModelConfig
 from pe_lab.errors import UserError
 from pe_lab.model import complete
@@ -25,12 +25,11 @@ from pe_lab.positional import (
     Layer,
     LongRope,
     NoPE,
-    NotebookBias,
-    NotebookYarn,
     PartialRope,
     Rope,
     Yarn,
 )
+from pe_lab.positional.notebook import NotebookBias, NotebookYarn
 
 LLAMA = ModelConfig(
     vocab_size=64, layers=4, d_model=32, d_ff=48, heads=4, kv_heads=2, tie_embeddings=False, dtype="float32"
@@ -277,7 +276,7 @@ def test_numbers_that_do_not_fit_are_refused(tmp_path):
 def test_a_refusal_names_the_checkpoint(monkeypatch):
     with pytest.raises(UserError, match="^memory: No architecture of transformers can express this model"):
         plan_export(Memory(LLAMA, layers(Alibi())))
-    table = Table({k: v for k, v in FAMILIES["llama"].table.modules.items() if "mlp.up" not in k})
+    table = TensorTable({k: v for k, v in FAMILIES["llama"].table.modules.items() if "mlp.up" not in k})
     monkeypatch.setitem(FAMILIES, "llama", dataclasses.replace(FAMILIES["llama"], table=table))
     with pytest.raises(UserError, match="^memory: LlamaForCausalLM has no tensors for layers.mlp.up"):
         plan_export(Memory(LLAMA, layers(Rope())), "llama")

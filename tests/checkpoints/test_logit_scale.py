@@ -13,8 +13,13 @@ import tiny  # noqa: E402
 
 import pe_lab  # noqa: E402
 from pe_lab import surgery  # noqa: E402
-from pe_lab.checkpoints import open_checkpoint  # noqa: E402
-from pe_lab.checkpoints.logit_scale import FILE, how_to_fit, read_logit_scale, write_logit_scale  # noqa: E402
+from pe_lab.checkpoints.checkpoint import (  # noqa: E402
+    SCALE_FILE,
+    how_to_fit,
+    open_checkpoint,  # noqa: E402
+    read_logit_scale,
+    write_logit_scale,
+)
 from pe_lab.errors import UserError
 from pe_lab.positional import Beta, NoPE  # noqa: E402
 
@@ -28,14 +33,14 @@ def phase(tmp_path):
 def test_what_was_fitted_is_found_by_the_checkpoint_it_was_fitted_for(phase):
     checkpoint = open_checkpoint(phase)
     assert read_logit_scale(checkpoint) is None
-    assert write_logit_scale(checkpoint, 0.3, {64: 1.4, 32: 1.2}, "text") == phase / FILE
+    assert write_logit_scale(checkpoint, 0.3, {64: 1.4, 32: 1.2}, "text") == phase / SCALE_FILE
     assert read_logit_scale(open_checkpoint(phase)) == Beta(0.3, tiny.LENGTH)
-    kept = json.loads((phase / FILE).read_text())[checkpoint.metadata["id"]]
+    kept = json.loads((phase / SCALE_FILE).read_text())[checkpoint.metadata["id"]]
     assert list(kept["scales"].items()) == [("32", 1.2), ("64", 1.4)] and kept["fitted_on"] == "text"
     other = tiny.checkpoint(NoPE(), None, seed=5)
     tiny.save(other, phase.parent / "further")
     assert read_logit_scale(open_checkpoint(phase.parent / "further")) is None
-    (phase / FILE).write_text("{")
+    (phase / SCALE_FILE).write_text("{")
     with pytest.raises(UserError, match="is damaged.*fit again"):
         read_logit_scale(checkpoint)
 

@@ -10,13 +10,13 @@ from checkpoints.external import DATA, Memory
 from jax.sharding import Mesh
 from tiny_runs import arrays
 
-from pe_lab.checkpoints import open_checkpoint, source
-from pe_lab.checkpoints.checkpoint import metadata_of
+from pe_lab.checkpoints import source
+from pe_lab.checkpoints.checkpoint import open_checkpoint
 from pe_lab.checkpoints.families import leaf_paths, leaf_shapes
 from pe_lab.checkpoints.huggingface import HuggingFaceSource
 from pe_lab.checkpoints.native import NativeSource, write_checkpoint
 from pe_lab.checkpoints.source import place
-from pe_lab.checkpoints.store import Store
+from pe_lab.checkpoints.store import Store, metadata_of
 from pe_lab.config import ModelConfig
 from pe_lab.errors import UserError
 from pe_lab.model import Model

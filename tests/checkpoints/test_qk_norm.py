@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pe_lab.checkpoints.qk_norm import change_qk_norm
+from pe_lab.checkpoints.surgery import change_qk_norm
 from pe_lab.config import ModelConfig
 from pe_lab.errors import UserError
 from pe_lab.model import Model

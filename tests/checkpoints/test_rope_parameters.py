@@ -20,13 +20,13 @@ from pe_lab.positional import (
     Llama3,
     LongRope,
     NoPE,
-    NotebookNTK,
     NTKByParts,
     PartialRope,
     Rope,
     Yarn,
     frequencies,
 )
+from pe_lab.positional.notebook import NotebookNTK
 
 LENGTH = 2048  # of training
 OLD = ("max_position_embeddings", "rope_theta", "rope_scaling", "original_max_position_embeddings")

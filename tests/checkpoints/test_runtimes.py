@@ -3,20 +3,10 @@
 import pytest
 from checkpoint_tables import EDITS, HF, documented
 
-from pe_lab.checkpoints import open_source
+from pe_lab.checkpoints.checkpoint import open_source
 from pe_lab.checkpoints.hf_config import write_config
-from pe_lab.checkpoints.hf_export import choose_family, exported_layers
-from pe_lab.checkpoints.runtimes import (
-    CONTENTS,
-    LLAMA_CPP,
-    RUNTIMES,
-    SGLANG,
-    VLLM,
-    contents,
-    judge,
-    report,
-    table,
-)
+from pe_lab.checkpoints.huggingface import choose_family, exported_layers
+from pe_lab.checkpoints.runtimes import CONTENTS, LLAMA_CPP, RUNTIMES, SGLANG, VLLM, contents, judge, report, table
 from pe_lab.config import ModelConfig
 from pe_lab.model import complete
 from pe_lab.positional import NTK, PI, Layer, NoPE, NTKByParts, PartialRope, Rope, Yarn, read_with

@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from pe_lab.checkpoints.surgery import change, check_same_shape, lineage_entry
+from pe_lab.checkpoints.locating import lineage_entry
+from pe_lab.checkpoints.surgery import change, check_same_shape
 from pe_lab.config import ModelConfig
 from pe_lab.errors import UserError
 from pe_lab.positional import PI, Alibi, Layer, NoPE, Rope, drop

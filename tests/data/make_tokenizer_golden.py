@@ -26,8 +26,8 @@ sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent)]
 
 from real_material import smollm2_gguf  # noqa: E402
 
-from pe_lab.data.tokenizers.difficult_strings import DIFFICULT  # noqa: E402
 from pe_lab.data.tokenizers.gguf import PRE_TOKENIZERS  # noqa: E402
+from pe_lab.data.tokenizers.tokenizer import DIFFICULT  # noqa: E402
 
 TRAINING = [
     "The quick brown fox jumps over the lazy dog. I'm sure you're not, we'll see: it's 12 or 1234 of them.\n",

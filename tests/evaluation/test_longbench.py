@@ -14,7 +14,7 @@ from pe_lab.evaluation.tasks.longbench.suite import LongBenchTask, open_longbenc
 from pe_lab.evaluation.tasks.longbench.table import GROUPS, TASKS, bucket_of, record_bucket_of
 from pe_lab.evaluation.tasks.task import Sample, Task
 from pe_lab.language_model import LanguageModel
-from pe_lab.model.stopping import Ending
+from pe_lab.model.generation import Ending
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data/scorer_golden.json").read_text(encoding="utf-8"))
 CLASSES = {"trec": ["Food", "Date", "City", "Animal"], "lsht": ["体育", "财经", "科技"]}

@@ -19,8 +19,8 @@ from pe_lab.evaluation.tasks.task import Sample
 from pe_lab.evaluation.variants import Subject, all_variants
 from pe_lab.language_model import LanguageModel
 from pe_lab.positional import DynamicNTK, NoPE, Rope
-from pe_lab.results.statistics import mean_of, wilson
 from pe_lab.results.records import SampleFile, sample_key
+from pe_lab.results.statistics import mean_of, wilson
 
 HAYSTACK = Haystack("text", " ".join(f"Day {n} went by. Nobody came." for n in range(100)))
 LENGTHS = (600, 700)

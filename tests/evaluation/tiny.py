@@ -10,9 +10,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from pe_lab.checkpoints import Checkpoint
-from pe_lab.checkpoints.checkpoint import metadata_of
-from pe_lab.checkpoints.store import Store
+from pe_lab.checkpoints.checkpoint import Checkpoint
+from pe_lab.checkpoints.store import Store, metadata_of
 from pe_lab.config import Config, DataConfig, EvaluationConfig, ModelConfig, SourceConfig, to_json
 from pe_lab.data.mixture import open_mixture
 from pe_lab.data.tokenizers import ByteTokenizer

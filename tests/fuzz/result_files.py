@@ -121,8 +121,8 @@ class SweepFile(Kind):
 
     def read(self) -> None:
         from pe_lab.lab.sweeps import load_sweep, read_states
-        from pe_lab.lab.sweeps.progress import counts, failures
         from pe_lab.lab.sweeps.results import shown, write_results
+        from pe_lab.lab.sweeps.state import counts, failures
 
         sweep = load_sweep(self.target)  # as `sweep --table` does
         table = write_results(sweep)
@@ -148,8 +148,7 @@ class Results(Kind):
         self.target.write_bytes(damage_lines(rng, self.whole.read_bytes()))
 
     def read(self) -> None:
-        from pe_lab.results.records import RecordFile
-        from pe_lab.results.records import SampleFile
+        from pe_lab.results.records import RecordFile, SampleFile
 
         wanted = json.loads(self.whole.read_text().splitlines()[3])
         file = RecordFile(self.target)

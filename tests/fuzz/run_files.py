@@ -72,7 +72,7 @@ class CheckpointMetadata(Kind):
     def prepare(self, directory: Path) -> None:
         import dataclasses
 
-        from pe_lab.checkpoints import open_checkpoint
+        from pe_lab.checkpoints.checkpoint import open_checkpoint
         from pe_lab.checkpoints.surgery import write_child
 
         parent = open_checkpoint(f"hf:{DATA / 'llama'}")
@@ -148,7 +148,7 @@ class Recipe(Kind):
 
     def read(self) -> None:
         from pe_lab.recipes import load_config
-        from pe_lab.training.run import plan_phases
+        from pe_lab.training.plan import plan_phases
 
         plan_phases(load_config(str(self.path), self.overrides))
 

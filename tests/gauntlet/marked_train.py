@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import sys
@@ -42,6 +43,11 @@ if __name__ == "__main__":  # what reads the output does not need JAX
     from pe_lab.training import loop
 
     Store.restore = _marked(Store.restore, RESTORE)
-    make = loop._validation
-    loop._validation = lambda *args: _marked(make(*args), VALIDATION)
+    make = loop.validation
+
+    def validation(*args: Any) -> Any:
+        made = make(*args)
+        return dataclasses.replace(made, measure=_marked(made.measure, VALIDATION))
+
+    loop.validation = validation
     sys.exit(main())

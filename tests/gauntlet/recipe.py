@@ -6,7 +6,7 @@ from ml_collections import ConfigDict
 def get_config(arg: str = "") -> ConfigDict:
     config = ConfigDict()
     config.name = "gauntlet"
-    config.model = dict(layers=2, d_model=16, d_ff=32, heads=2, kv_heads=2, qk_norm=True, dtype="float32")
+    config.model = dict(layers=2, d_model=16, d_ff=32, heads=2, kv_heads=2, qk_norm="head", dtype="float32")
     config.data = dict(prepared="data")
     common = dict(sequence_length=16, batch_size=8, optimizer=dict(learning_rate=1e-2, warmup_steps=2))
     config.phases = [

@@ -13,7 +13,7 @@ from pe_lab.config import ModelConfig
 from pe_lab.model import Model
 from pe_lab.model import cache as module
 from pe_lab.model.cache import CachedLayer, Chunk, Slots, allocate, arrange, plan
-from pe_lab.model.shape import Run
+from pe_lab.model.shape import Repetition
 from pe_lab.positional import Alibi, HeadEdit, Layer, LayerStructure, NoPE, Rope, build_schedule, layers
 
 slot_positions = jax.jit(module.slot_positions, static_argnums=0)
@@ -39,17 +39,19 @@ def test_the_slots_and_heads_of_a_layer():
 def test_the_cache_is_grouped_as_the_layers_are():
     pattern = structure(Layer(Rope(), 12), Layer(NoPE()))
     scanned = plan(CONFIG, pattern, (False,) * 4, 256, True)
-    assert scanned.runs == (Run(0, 2, 2),)
+    assert scanned.repetitions == (Repetition(0, 2, 2),)
     cache = jax.eval_shape(lambda: allocate(CONFIG, scanned, 3))
-    assert [[slots.key.shape for slots in run] for run in cache.runs] == [[(2, 3, 2, 12, 8), (2, 3, 2, 256, 8)]]
+    assert [[slots.key.shape for slots in repetition] for repetition in cache.repetitions] == [
+        [(2, 3, 2, 12, 8), (2, 3, 2, 256, 8)]
+    ]
     assert {leaf.dtype.name for leaf in jax.tree.leaves(cache)} == {"bfloat16"}
     unrolled = plan(CONFIG, pattern, (False,) * 4, 256, False)
     cache = jax.eval_shape(lambda: allocate(CONFIG, unrolled, 3))
-    assert [slots.key.shape[0] for run in cache.runs for slots in run] == [1] * 4
+    assert [slots.key.shape[0] for repetition in cache.repetitions for slots in repetition] == [1] * 4
     # A layer that follows the length needs another program than one that does not.
-    assert len(plan(CONFIG, pattern, (False, False, True, False), 256, True).runs) > 1
+    assert len(plan(CONFIG, pattern, (False, False, True, False), 256, True).repetitions) > 1
     stacked = {"w": np.arange(8).reshape(4, 2)}
-    grouped = arrange(stacked, scanned.runs)
+    grouped = arrange(stacked, scanned.repetitions)
     np.testing.assert_array_equal(grouped[0][0]["w"], [[0, 1], [4, 5]])
     np.testing.assert_array_equal(grouped[0][1]["w"], [[2, 3], [6, 7]])
 
@@ -106,7 +108,7 @@ def test_one_layer_of_many_is_written(heads):
     """Repetition 1 of 3 changes, the others do not."""
     config = dataclasses.replace(CONFIG, dtype="float32")
     layout = plan(config, structure(SPLIT if heads == 4 else Layer(Rope())), (False,) * 4, 256, True)
-    (slots,) = allocate(config, layout, 2).runs[0]
+    (slots,) = allocate(config, layout, 2).repetitions[0]
     key, value = np.ones((2, 1, heads, 8), np.float32), np.ones((2, 1, 2, 8), np.float32)
     counts = np.asarray([5, 9], np.int32)
     chunk = Chunk(np.zeros((2, 1), np.int32), counts[:, None], counts, np.ones(2, np.int32))

@@ -14,9 +14,8 @@ import pytest
 from pe_lab.attention.kernels.tpu import tpu_key_block
 from pe_lab.config import MeshConfig, ModelConfig
 from pe_lab.model import Model
-from pe_lab.model.chunked_forward import ChunkedForward
-from pe_lab.model.generation import Decoder, with_shared_rotation
-from pe_lab.model.request import Request, Schedules
+from pe_lab.model.generation import Decoder, GenerationRequest, Schedules, with_shared_rotation
+from pe_lab.model.programs import ChunkedForward
 from pe_lab.parallel import AxisRules, make_mesh, use_mesh
 from pe_lab.positional import Alibi, Beta, DynamicNTK, Layer, NoPE, Rope, Yarn, build_schedule, layers
 
@@ -143,7 +142,7 @@ def cached_logits(decoder: Decoder, kind: str, T: int, prompt: int, mesh=None) -
 
     decoder._logits = recorded
     # The chosen tokens are replaced by those of the sequence.
-    request = Request(max_new_tokens=T - prompt + 1)
+    request = GenerationRequest(max_new_tokens=T - prompt + 1)
     text = tokens[0]
     weights = decoder.prepare(params)
     step = decoder.next

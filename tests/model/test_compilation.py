@@ -166,7 +166,7 @@ def test_a_rotation_holds_one_array_of_queries_and_one_of_keys():
 def test_on_a_tpu_the_rotation_of_bfloat16_holds_no_float32_copy():
     """By the real compiler, a layer of configs/drope_16b.py: not one more float32 array than without rotation."""
     pytest.importorskip("libtpu")
-    from pe_lab.parallel.ahead_of_time import topology_devices
+    from pe_lab.parallel.compiler import topology_devices
     from pe_lab.parallel.topology import parse_topology
 
     config = ModelConfig(1024, 1, d_model=896, d_ff=4864, heads=14, kv_heads=2, head_dim=64, scan=False)

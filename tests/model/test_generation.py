@@ -12,7 +12,7 @@ import pe_lab.model.programs
 import pe_lab.parallel.sharding
 from pe_lab.config import MeshConfig, ModelConfig
 from pe_lab.errors import UserError
-from pe_lab.model import Decoder, Model, Request, Sampling, Schedules, Statistics
+from pe_lab.model import Decoder, GenerationRequest, GenerationStatistics, Model, Sampling, Schedules
 from pe_lab.model.cache import plan
 from pe_lab.model.generation import chunks
 from pe_lab.model.sampling import choose
@@ -31,8 +31,6 @@ from pe_lab.positional import (
     Llama3,
     LongRope,
     NoPE,
-    NotebookBias,
-    NotebookYarn,
     NTKByParts,
     PartialRope,
     Rope,
@@ -42,6 +40,7 @@ from pe_lab.positional import (
     layers,
     rnope_swa,
 )
+from pe_lab.positional.notebook import NotebookBias, NotebookYarn
 from pe_lab.training.step import parameter_shardings
 
 TINY = ModelConfig(vocab_size=64, layers=2, d_model=32, d_ff=48, heads=4, kv_heads=2, head_dim=8, dtype="float32")
@@ -137,7 +136,7 @@ def assert_equals_full_passes(seen, config, schedules, prompts, new, scan=False,
     seen.clear()
     made = decoder(config, scan)
     ended = made.generate(
-        made.prepare(parameters(config)), prompts, schedules, Request(max_new_tokens=new, **settings)
+        made.prepare(parameters(config)), prompts, schedules, GenerationRequest(max_new_tokens=new, **settings)
     )  # fmt: skip
     jax.effects_barrier()
     rows = len(prompts) if not any(schedules.follows) else 1
@@ -285,7 +284,7 @@ def test_a_row_does_not_depend_on_its_batch(seen):
     weights = made.prepare(parameters(SHALLOW))
 
     def ids(prompts, **settings):
-        request = Request(max_new_tokens=24, **settings)
+        request = GenerationRequest(max_new_tokens=24, **settings)
         return [ending.ids for ending in made.generate(weights, prompts, schedules, request)]
 
     together = ids(prompts)
@@ -323,17 +322,19 @@ def test_one_compilation_per_bucket(seen):
     weights = made.prepare(parameters(SHALLOW))
     schedules = schedules_of(SHALLOW, SCHEMES["rope"])
     for length in (5, 9, 30, 31, 70, 33, 100, 12):
-        made.generate(weights, prompts_of(SHALLOW, length), schedules, Request(max_new_tokens=3))
+        made.generate(weights, prompts_of(SHALLOW, length), schedules, GenerationRequest(max_new_tokens=3))
         # Other settings of the same kind, another schedule of the same structure: the same programs.
         other = schedules_of(SHALLOW, SCHEMES["pi"])
-        made.generate(weights, prompts_of(SHALLOW, length), other, Request(max_new_tokens=7, eos_ids=(3,)))
+        made.generate(weights, prompts_of(SHALLOW, length), other, GenerationRequest(max_new_tokens=7, eos_ids=(3,)))
     kinds = {("prefill", 1, 32, 256), ("prefill", 1, 128, 256), ("decode", 1, 1, 256), ("choose", 1, "greedy")}
     assert set(made.traces) == kinds and set(made.traces.values()) == {1}
     drawn = [Sampling(0.5, 3, 0.9, 1), Sampling(2.0, 0, 0.5, 2), Sampling(1.0, 7, 1.0, 3)]
     for sampling in drawn:
-        made.generate(weights, prompts_of(SHALLOW, 20), schedules, Request(max_new_tokens=3, sampling=sampling))
+        made.generate(
+            weights, prompts_of(SHALLOW, 20), schedules, GenerationRequest(max_new_tokens=3, sampling=sampling)
+        )
     assert made.traces["decode", 1, 1, 256] == 2 and made.traces["choose", 1, "filtered"] == 1
-    made.generate(weights, prompts_of(SHALLOW, 20), schedules, Request(max_new_tokens=3, cache_length=300))
+    made.generate(weights, prompts_of(SHALLOW, 20), schedules, GenerationRequest(max_new_tokens=3, cache_length=300))
     assert made.traces["decode", 1, 1, 512] == 1
 
 
@@ -343,7 +344,7 @@ def test_a_cache_that_does_not_fit_memory_is_refused_with_an_estimate():
     expected = f"The KV cache of 2 sequences of 1,073,741,824 tokens needs at least {size:,.1f} GiB"
     with pytest.raises(UserError, match=expected):
         made.generate(
-            made.prepare(parameters(SHALLOW)), prompts, schedules_of(SHALLOW, SCHEMES["rope"]), Request(10**9)
+            made.prepare(parameters(SHALLOW)), prompts, schedules_of(SHALLOW, SCHEMES["rope"]), GenerationRequest(10**9)
         )
 
 
@@ -353,7 +354,7 @@ def test_a_traced_program_is_compiled_once(caplog):
     weights = made.prepare(parameters(made.model.config))
     with jax.log_compiles(), caplog.at_level("WARNING"):
         prompt = prompts_of(SHALLOW, 33)  # two chunks of 32
-        made.generate(weights, prompt, schedules_of(SHALLOW, SCHEMES["rope"]), Request(max_new_tokens=5))
+        made.generate(weights, prompt, schedules_of(SHALLOW, SCHEMES["rope"]), GenerationRequest(max_new_tokens=5))
     compiled = [r.getMessage().split()[1] for r in caplog.records if r.getMessage().startswith("Compiling jit(_")]
     assert sorted(name for name in compiled if name in ("jit(_step)", "jit(_prefill)", "jit(_choose)")) == [
         "jit(_choose)",
@@ -373,7 +374,9 @@ def test_bfloat16_weights_are_cast_once_and_norms_are_not(seen):
     made = decoder(config)
     prompt = prompts_of(config, 24)
     seen.clear()
-    ids = made.generate(made.prepare(parameters(config)), prompt, schedules, Request(max_new_tokens=8))[0].result()
+    ids = made.generate(made.prepare(parameters(config)), prompt, schedules, GenerationRequest(max_new_tokens=8))[
+        0
+    ].result()
     jax.effects_barrier()
     full = reference(config, np.concatenate([prompt[0], ids])[:-1], schedules, 24)
     ours = np.concatenate([logits for logits, _ in seen])
@@ -389,12 +392,12 @@ def test_bfloat16_weights_are_cast_once_and_norms_are_not(seen):
 
 
 def counted(described, new=24, prompt=24, refresh=1):
-    made, statistics = decoder(TINY), Statistics()
+    made, statistics = decoder(TINY), GenerationStatistics()
     made.generate(
         made.prepare(parameters(TINY)),
         prompts_of(TINY, prompt),
         schedules_of(TINY, described, heads="split", slopes=True),
-        Request(max_new_tokens=new, refresh=refresh),
+        GenerationRequest(max_new_tokens=new, refresh=refresh),
         statistics=statistics,
     )
     return statistics.refreshes
@@ -420,14 +423,14 @@ def differences(seen):
     made = decoder(config)
     weights = made.prepare(parameters(config))
     text = np.concatenate(
-        [prompt, made.generate(weights, [prompt], schedules, Request(max_new_tokens=18))[0].result()]
+        [prompt, made.generate(weights, [prompt], schedules, GenerationRequest(max_new_tokens=18))[0].result()]
     )  # fmt: skip
     full = reference(config, text[:-1], schedules, 30)
 
     def relative(refresh: int) -> np.ndarray:
         seen.clear()
         Decoder(config, scan=False).generate(
-            weights, [prompt], schedules, Request(max_new_tokens=18, refresh=refresh)
+            weights, [prompt], schedules, GenerationRequest(max_new_tokens=18, refresh=refresh)
         )  # fmt: skip
         jax.effects_barrier()
         return np.abs(np.concatenate([logits for logits, _ in seen]) - full).max(-1) / full.std()
@@ -464,7 +467,7 @@ def test_on_a_mesh_tokens_are_the_same_and_the_cache_is_cut(scan, seen):
     config = TINY
     schedules = schedules_of(config, [Layer(Rope(100.0), 12), Layer(NoPE())])
     prompts = prompts_of(config, 30, 3, 40)
-    request = Request(max_new_tokens=10)
+    request = GenerationRequest(max_new_tokens=10)
     alone = decoder(config)
     expected = alone.generate(alone.prepare(parameters(config)), prompts, schedules, request)
     mesh = make_mesh(MeshConfig(data=1, fsdp=2, tensor=2), jax.devices()[:4])
@@ -512,13 +515,13 @@ def test_bad_input(prompts, settings, says):
     rows = [np.asarray(prompt, np.int32) for prompt in prompts]
     with pytest.raises(UserError, match=says):
         made.generate(
-            made.prepare(parameters(TINY)), rows, schedules_of(TINY, SCHEMES["rope"]), Request(**settings)
+            made.prepare(parameters(TINY)), rows, schedules_of(TINY, SCHEMES["rope"]), GenerationRequest(**settings)
         )  # fmt: skip
 
 
 def test_a_prompt_that_just_fits(seen):
     made = decoder(TINY)
-    request = Request(max_new_tokens=16, cache_length=256)
+    request = GenerationRequest(max_new_tokens=16, cache_length=256)
     ended = made.generate(
         made.prepare(parameters(TINY)), prompts_of(TINY, 240), schedules_of(TINY, SCHEMES["rope"]), request
     )  # fmt: skip
@@ -527,4 +530,7 @@ def test_a_prompt_that_just_fits(seen):
 
 def test_no_prompts_no_work():
     made = decoder(TINY)
-    assert made.generate(made.prepare(parameters(TINY)), [], schedules_of(TINY, SCHEMES["rope"]), Request()) == []
+    assert (
+        made.generate(made.prepare(parameters(TINY)), [], schedules_of(TINY, SCHEMES["rope"]), GenerationRequest())
+        == []
+    )

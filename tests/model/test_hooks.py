@@ -11,13 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pe_lab.config import MeshConfig, ModelConfig
-from pe_lab.errors import UserError
-from pe_lab.model import Decoder, Model, Request, Schedules
-from pe_lab.model.chunked_forward import ChunkedForward
+from pe_lab.config import MeshConfig, ModelConfig, register_kind
+from pe_lab.errors import UserError, call
+from pe_lab.model import Decoder, GenerationRequest, Model, Schedules
+from pe_lab.model.programs import ChunkedForward
 from pe_lab.parallel import AxisRules, make_mesh, use_mesh
 from pe_lab.positional import Encoding, Layer, Parameter, build_schedule, layer_hooks, layers, register
-from pe_lab.positional.hooks import call
 from pe_lab.positional.registry import ENCODINGS
 
 CONFIG = ModelConfig(vocab_size=64, layers=4, d_model=32, d_ff=64, heads=4, kv_heads=2, dtype="float32")
@@ -186,7 +185,7 @@ def test_decoding_without_an_exact_cache_takes_whole_passes():
     params["token_embedder"]["embedding"] *= 50.0
     prompts = [np.asarray(TOKENS[0, :9]), np.asarray(TOKENS[1, :5])]
     made = Decoder(model.config)
-    ended = made.generate(made.prepare(params), prompts, Schedules.fixed(schedule), Request(max_new_tokens=4))
+    ended = made.generate(made.prepare(params), prompts, Schedules.fixed(schedule), GenerationRequest(max_new_tokens=4))
     for prompt, ending in zip(prompts, ended, strict=True):
         text = [*map(int, prompt), *ending.ids]
         logits = model.apply(params, jnp.asarray([text]), None, None, schedule)
@@ -281,6 +280,7 @@ def test_settings_that_raise_are_named(monkeypatch):
             raise ZeroDivisionError(f"period {self.period}")
 
     monkeypatch.setitem(ENCODINGS, "raising_settings", RaisingSettings)
+    register_kind("raising_settings", RaisingSettings)
     with pytest.raises(UserError, match="RaisingSettings raised ZeroDivisionError: period 2.0 .* line [0-9]+: raise"):
         layers("rope/with=raising_settings:period=2", 1)
 
@@ -294,7 +294,7 @@ def test_settings_that_raise_are_named(monkeypatch):
     ],
 )
 def test_a_parameter_without_axes_is_refused(init, message):
-    one = register("bad_parameter")(type(bad(init=init, sink=lambda self, p: p["w"])))()
+    one = register(f"bad_parameter_{len(message)}")(type(bad(init=init, sink=lambda self, p: p["w"])))()
     with pytest.raises(UserError, match=message):
         _ = Model(CONFIG, hooks=layer_hooks((Layer(one),) * 4, 4)).shapes
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from pe_lab.config import ModelConfig, OptimizerConfig
 from pe_lab.model import Model
-from pe_lab.model.learned import carried, learned_of_run
-from pe_lab.model.shape import Run
+from pe_lab.model.learned import carried, learned_of_repetition
+from pe_lab.model.shape import Repetition
 from pe_lab.positional import LayerStructure, T5Bias, build_schedule, layer_hooks, layers
 from pe_lab.training.optimizer import make_optimizer
 
@@ -31,7 +31,7 @@ def test_a_run_of_layers_has_its_slices():
     hooks = layer_hooks(layers(["rope/with=t5", "rope/with=t5/with=ssmax"], 4), 2)
     structure = [LayerStructure(hooks=one) for one in hooks]
     learned = {"t5": {"table": jnp.arange(4)}, "ssmax": {"scale": jnp.arange(10, 12)}}
-    first, second = learned_of_run(learned, structure, Run(0, 2, 2))
+    first, second = learned_of_repetition(learned, structure, Repetition(0, 2, 2))
     assert first["t5"]["table"].tolist() == [0, 2] and second["t5"]["table"].tolist() == [1, 3]
     assert second["ssmax"]["scale"].tolist() == [10, 11]
 
@@ -67,15 +67,15 @@ def test_a_child_carries_initializes_and_leaves_out():
     after = layer_hooks(
         layers(["rope/with=t5", "rope/with=t5", "rope/with=t5:buckets=8", "nope/with=ssmax/with=t5"], 4), 2
     )
-    found, what = carried(params, before, after, child)
+    found, what = carried(params, before, after, child.head_shape)
     old, new = params["layers"]["positional"], found["layers"]["positional"]
     np.testing.assert_array_equal(new["t5"]["table"], old["t5"]["table"][np.array([0, 1, 3])])
     assert set(new) == {"t5", "t5_2", "ssmax"} and new["t5_2"]["table"].shape == (1, 8, 2)
     initialized = [f"parameters of {name} initialized on layers {n}" for name, n in (("t5_2", 2), ("ssmax", 3))]
     assert what == "; ".join([*initialized, "those of sink left out"])
-    same, nothing = carried(params, before, before, parent)
+    same, nothing = carried(params, before, before, parent.head_shape)
     assert same is params and nothing == ""
-    dropped, what = carried(params, before, layer_hooks(layers("nope", 4), 2), model_of("nope"))
+    dropped, what = carried(params, before, layer_hooks(layers("nope", 4), 2), parent.head_shape)
     assert "positional" not in dropped["layers"] and what == "those of sink left out; those of t5 left out"
     jax.tree.map(np.testing.assert_array_equal, dropped["layers"]["mlp"], params["layers"]["mlp"])
 
@@ -86,7 +86,7 @@ def test_an_unchanged_start_changes_nothing():
     assert described[0].extras == (T5Bias(start="unchanged"),)
     params = jax.jit(model_of("rope").init)(jax.random.key(0))
     child = model_of("rope/with=t5:start=unchanged")
-    more, _ = carried(params, [()] * 4, layer_hooks(described, 2), child)
+    more, _ = carried(params, [()] * 4, layer_hooks(described, 2), child.head_shape)
     apply = jax.jit(child.apply)
     with_bias = apply(more, tokens, None, None, build_schedule(described, 2, 2, 8))
     without = apply(params, tokens, None, None, build_schedule(layers("rope", 4), 2, 2, 8))

@@ -24,9 +24,6 @@ from pe_lab.positional import (
     Llama3,
     LongRope,
     NoPE,
-    NotebookBias,
-    NotebookNTK,
-    NotebookYarn,
     NTKByParts,
     PartialRope,
     Rope,
@@ -34,6 +31,7 @@ from pe_lab.positional import (
     Yarn,
     build_schedule,
 )
+from pe_lab.positional.notebook import NotebookBias, NotebookNTK, NotebookYarn
 
 T, H, G, K = 24, 4, 2, 16
 R = K // 2
@@ -232,7 +230,7 @@ def schedule_of(name):
     """
     scheme = SCHEMES[name]
     layer = scheme if isinstance(scheme, Layer) else Layer(scheme)
-    return build_schedule([layer, layer], H, G, K, length=T).generalize("split", slopes=True, noisy=True)
+    return build_schedule([layer, layer], H, G, K, length=T).generalize("split", slopes=True)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pe_lab.config import ModelConfig
 from pe_lab.model import Model, train_flops_per_token
-from pe_lab.model.shape import Run, runs
+from pe_lab.model.shape import Repetition, repetitions
 from pe_lab.positional import LayerStructure
 
 stacks = st.one_of(
@@ -25,26 +25,26 @@ stacks = st.one_of(
 
 @given(stacks)
 def test_runs_repeated_are_the_stack(stack):
-    """Each run's first period, repeated, run after run, is the stack: no layer lost, doubled or moved."""
+    """The first periods, repeated one after another, are the stack: no layer lost, doubled or moved."""
     repeated = ()
-    for run in runs(stack):
-        assert run.start == len(repeated) and run.period >= 1 and run.repeats >= 1
-        repeated += stack[run.start : run.start + run.period] * run.repeats
+    for repetition in repetitions(stack):
+        assert repetition.start == len(repeated) and repetition.period >= 1 and repetition.repeats >= 1
+        repeated += stack[repetition.start : repetition.start + repetition.period] * repetition.repeats
     assert repeated == stack
 
 
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=4), st.integers(2, 8))
 def test_a_repeated_pattern_compiles_no_more_than_its_period(pattern, repeats):
-    assert sum(run.period for run in runs(tuple(pattern * repeats))) <= len(pattern)
+    assert sum(repetition.period for repetition in repetitions(tuple(pattern * repeats))) <= len(pattern)
 
 
 def test_common_patterns():
-    assert runs("r" * 48) == [Run(0, 1, 48)]
-    assert runs(("w", "w", "w", "f") * 12) == [Run(0, 4, 12)]
-    assert runs("r" * 12 + "n" * 12) == [Run(0, 1, 12), Run(12, 1, 12)]
-    assert runs("n") == [Run(0, 1, 1)]
-    assert runs("abc") == [Run(0, 1, 1), Run(1, 1, 1), Run(2, 1, 1)]
-    assert runs("") == []
+    assert repetitions("r" * 48) == [Repetition(0, 1, 48)]
+    assert repetitions(("w", "w", "w", "f") * 12) == [Repetition(0, 4, 12)]
+    assert repetitions("r" * 12 + "n" * 12) == [Repetition(0, 1, 12), Repetition(12, 1, 12)]
+    assert repetitions("n") == [Repetition(0, 1, 1)]
+    assert repetitions("abc") == [Repetition(0, 1, 1), Repetition(1, 1, 1), Repetition(2, 1, 1)]
+    assert repetitions("") == []
 
 
 CONFIG = ModelConfig(vocab_size=11, layers=2, d_model=12, d_ff=20, heads=4, kv_heads=2, head_dim=6)

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pe_lab.data.tokenizers import ByteTokenizer
-from pe_lab.model.stopping import Ending, first_stop
+from pe_lab.model.generation import Ending, first_stop
 
 BYTES = ByteTokenizer()
 

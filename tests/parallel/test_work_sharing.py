@@ -77,7 +77,7 @@ class Store:
 
 
 class PerThread:
-    """The `_Program` of each thread."""
+    """The `_SharedProgram` of each thread."""
 
     def __init__(self, local):
         object.__setattr__(self, "local", local)
@@ -98,7 +98,7 @@ def run(monkeypatch):
     def connect(self, together):
         self.together = together
 
-    monkeypatch.setattr(work_sharing._Program, "connect", connect)
+    monkeypatch.setattr(work_sharing._SharedProgram, "connect", connect)
     monkeypatch.setattr(work_sharing, "start_processes", lambda: None)
     monkeypatch.setattr(work_sharing.contextlib, "redirect_stdout", work_sharing.contextlib.nullcontext)
 
@@ -106,7 +106,7 @@ def run(monkeypatch):
         found = [None] * count
 
         def process(index):
-            local.program = work_sharing._Program()
+            local.program = work_sharing._SharedProgram()
             local.program.client, local.program.index, local.program.count = store, index, count
             try:
                 with one_program(**options):

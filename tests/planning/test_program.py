@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pe_lab.parallel.ahead_of_time import topology_devices
+from pe_lab.parallel.compiler import topology_devices
 from pe_lab.parallel.topology import parse_topology
 from pe_lab.planning.compiled_memory import analyze_program
 from pe_lab.planning.hlo import Shape, parse, scope

@@ -7,7 +7,7 @@ import pytest
 
 from pe_lab.errors import ConfigError
 from pe_lab.parallel.topology import Chip
-from pe_lab.planning.buffers import Buffer
+from pe_lab.planning.hlo import Buffer
 from pe_lab.planning.report import MIB, StepReport, Traffic, bounds, compare, read_report, report_json, report_text
 
 CHIP = Chip("chip", memory=2**34, peak=1e14, bandwidth=1e12, ici=1e11, dcn=1e9)

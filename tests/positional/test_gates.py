@@ -7,9 +7,8 @@ import pytest
 
 from pe_lab.config import ModelConfig
 from pe_lab.model import Model
-from pe_lab.model.learned import penalized, penalty
 from pe_lab.positional import HeadEdit, Layer, NoPE, Rope, build_schedule, layer_hooks
-from pe_lab.positional.schemes.gates import STRETCH, GatedRope, gates
+from pe_lab.positional.schemes.rotations import GATE_STRETCH, GatedRope, gates
 
 SHAPE = ModelConfig(vocab_size=32, layers=2, d_model=16, d_ff=32, heads=2, kv_heads=1, dtype="float32")
 GATED = [Layer(GatedRope(base=100.0, penalty_per_head=0.25))] * 2
@@ -19,7 +18,7 @@ TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 32, (2, 12)), jnp.int3
 
 def parameter(gate):
     """The parameter of a gate in 0..1, by the inverse of the logistic function."""
-    share = (np.asarray(gate) + STRETCH) / (1 + 2 * STRETCH)
+    share = (np.asarray(gate) + GATE_STRETCH) / (1 + 2 * GATE_STRETCH)
     return jnp.asarray(np.log(share / (1 - share)), jnp.float32)
 
 
@@ -78,22 +77,23 @@ def test_a_gate_mixes_the_logits_of_attention():
 
 
 def test_the_penalty_is_that_of_all_open_gates(params):
-    assert penalized(MODEL.learned) == ["gated_rope"]
     of = with_gates(params, [0.5, 1.0])
-    np.testing.assert_allclose(penalty(MODEL.learned, of), 0.25 * 2 * 1.5, rtol=1e-5)
-    gradient = jax.jit(jax.grad(lambda p: penalty(MODEL.learned, p)))(of)["layers"]["positional"]["gated_rope"]["gate"]
+    np.testing.assert_allclose(MODEL.penalties(of)["gated_rope.penalty"], 0.25 * 2 * 1.5, rtol=1e-5)
+    gradient = jax.jit(jax.grad(lambda p: MODEL.penalties(p)["gated_rope.penalty"]))(of)
+    gradient = gradient["layers"]["positional"]["gated_rope"]["gate"]
     assert (gradient[:, 0] > 0).all()
 
 
 def test_a_half_open_gate_costs_most_where_gates_are_polarized():
     layers = [Layer(GatedRope(base=100.0, polarize_per_head=0.5))] * 2
-    learned = Model(SHAPE, hooks=layer_hooks(layers, 2)).learned
+    model = Model(SHAPE, hooks=layer_hooks(layers, 2))
 
     def cost(gate):
-        return penalty(learned, with_gates({"layers": {}}, gate))
+        return model.penalties(with_gates({"layers": {}}, gate))["gated_rope.penalty"]
 
     np.testing.assert_allclose([cost([1.0, 0.0]), cost([0.5, 1.0])], [0.0, 2 * 0.5], atol=1e-6)
-    slope = jax.grad(lambda a: penalty(learned, {"layers": {"positional": {"gated_rope": {"gate": a}}}}))
+    of = lambda a: {"layers": {"positional": {"gated_rope": {"gate": a}}}}  # noqa: E731
+    slope = jax.grad(lambda a: model.penalties(of(a))["gated_rope.penalty"])
     assert (jnp.sign(slope(jnp.asarray([[-0.3, 0.3]] * 2))) == jnp.asarray([1, -1])).all()
 
 

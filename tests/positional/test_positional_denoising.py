@@ -4,12 +4,15 @@ import json
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from head_scores import KEY, QUERY, H, K, N, R, edited, schedule_of, scores_of
+from head_scores import KEY, QUERY, G, H, K, N, R, edited, schedule_of, scores_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pe_lab.attention import Hooks
+from pe_lab.attention.hooks import encode
 from pe_lab.errors import UserError
 from pe_lab.positional import (
     NTK,
@@ -20,6 +23,7 @@ from pe_lab.positional import (
     Gaussian,
     HeadEdit,
     Layer,
+    LayerHooks,
     NoPE,
     Rope,
     Yarn,
@@ -35,6 +39,7 @@ from pe_lab.positional import (
     select_heads,
     to_json,
 )
+from pe_lab.positional.notebook import NotebookYarn
 
 # Choosing heads by their scores.
 
@@ -199,19 +204,80 @@ def same_layers(a, b, chosen):
     return all(np.array_equal(x[chosen], y[chosen]) for x, y in leaves)
 
 
-def test_dope_by_gaussian_gives_every_head_its_own_seed_for_good():
-    heads = [(n, h) for n in range(N) for h in range(H)]
-    noise = schedule_of(dope_by_gaussian(ROPES, heads)).noise
-    assert noise.shape == (N, H) and noise.dtype == np.uint32
-    assert (noise != 0).all() and len(set(noise.ravel().tolist())) == N * H
-    np.testing.assert_array_equal(schedule_of(dope_by_gaussian(ROPES, heads)).noise, noise)
-    other = schedule_of(dope_by_gaussian(ROPES, heads, seed=1)).noise
-    assert not (other == noise).any()
-    # A head's noise does not depend on which others are chosen.
-    few = schedule_of(dope_by_gaussian(ROPES, [(3, 2), (0, 5)])).noise
-    expected = np.zeros_like(noise)
-    expected[3, 2], expected[0, 5] = noise[3, 2], noise[0, 5]
-    np.testing.assert_array_equal(few, expected)
+B, T = 2, 300
+AT = np.arange(T)[None]
+
+
+def drawn(seed, scale=1.0, heads=H):
+    return jnp.asarray(scale * np.random.default_rng(seed).standard_normal((B, T, heads, 64)), jnp.float32)
+
+
+def noisy(encoding, q, k, heads=(1, 4), at=AT):
+    """Queries and keys [.., H, K] of which some heads are noise."""
+    hooks = Hooks(({},), (LayerHooks(encoding.on(heads), None, heads),))
+    found = encode(hooks, q, k, jnp.asarray(at, jnp.int32), [jnp.zeros((*q.shape[:2], 0))])
+    return tuple(np.asarray(x, np.float64) for x in found)
+
+
+def test_noise_is_gaussian_independent_and_as_large_as_the_kept_heads():
+    """Its variance is that of the kept heads' components, per token, of queries and of keys."""
+    size = np.linspace(0.5, 4, T)[None, :, None, None]  # a token's own
+    q = drawn(1, size).at[:, :, [1, 4]].multiply(100.0)  # replaced heads do not influence the size
+    k = drawn(2, 3 * size, G)
+    found = noisy(Gaussian(7), q, k)
+    for new, old in zip(found, (q, np.repeat(k, H // G, axis=2)), strict=True):
+        np.testing.assert_array_equal(new[:, :, [0, 2, 3, 5]], old[:, :, [0, 2, 3, 5]])
+        scaled = new[:, :, [1, 4]] / np.sqrt((np.asarray(old)[:, :, [0, 2, 3, 5]] ** 2).mean((-2, -1)))[..., None, None]
+        assert abs(scaled.mean()) < 0.02 and abs(scaled.std() - 1) < 0.02
+        assert abs((scaled**4).mean() - 3) < 0.15  # a Gaussian's kurtosis
+        assert abs(np.corrcoef(scaled[:, :, 0].ravel(), scaled[:, :, 1].ravel())[0, 1]) < 0.03
+    assert abs(np.corrcoef(found[0][:, :, 1].ravel(), found[1][:, :, 1].ravel())[0, 1]) < 0.03
+
+
+def test_noise_is_a_function_of_seed_head_and_position():
+    """So a cached decode equals a full pass, and packed documents are independent."""
+    q, k = drawn(1), drawn(2, heads=G)
+    whole = noisy(Gaussian(7), q, k)
+    part = noisy(Gaussian(7), q[:, 5:9], k[:, 5:9], at=AT[:, 5:9])
+    for a, b in zip(whole, part, strict=True):
+        np.testing.assert_allclose(a[:, 5:9], b, rtol=1e-6)
+    few = noisy(Gaussian(7, 1.0), q, k, heads=(4,))[0][:, :, 4]
+    np.testing.assert_array_equal(few, noisy(Gaussian(7, 1.0), q, k)[0][:, :, 4])  # whichever others are chosen
+    assert (few != noisy(Gaussian(8, 1.0), q, k)[0][:, :, 4]).mean() > 0.99
+
+
+def test_noise_of_all_heads_is_as_large_as_all():
+    q, k = drawn(1, 5.0), drawn(2, heads=G)
+    for found in (noisy(Gaussian(7), q, k, ()), noisy(Gaussian(7), q, k, tuple(range(H)))):
+        assert found[0].std() == pytest.approx(5, rel=0.02) and found[1].std() == pytest.approx(1, rel=0.02)
+
+
+def test_the_appendix_has_one_seed_and_a_fixed_sigma():
+    """DoPE, appendix A.2: sigma 1.0 and seed 42 for all heads; the body takes the variance of the other heads."""
+    heads = [(0, 1), (0, 4), (3, 2)]
+    body, appendix = (dope_by_gaussian(ROPES, heads, *options) for options in ((0,), (42, 1.0, True)))
+    assert [edit.heads for layer in body for edit in layer.heads] == [(1, 4), (2,)]
+    assert len({edit.to.seed for layer in body for edit in layer.heads}) == 2  # one of each layer
+    assert {edit.to for layer in appendix for edit in layer.heads} == {Gaussian(42, 1.0, same=True)}
+    found = noisy(appendix[0].heads[0].to, drawn(1, 5.0), drawn(2))
+    assert found[0][:, :, 1].std() == pytest.approx(1, rel=0.02)
+    np.testing.assert_array_equal(found[0][:, :, 1], found[0][:, :, 4])
+    for sigma in (0.0, -1.0, 1e10, float("inf"), float("nan")):
+        with pytest.raises(UserError, match="it must be above 0 and at most 2\\^32"):
+            Gaussian(7, sigma)
+
+
+def test_hooks_act_on_keys_that_earlier_ones_made_of_every_query_head():
+    """Noise on a part of a group, and then a rotation of all keys: the same as in the other order, head by head."""
+    q, k = drawn(1), drawn(2, heads=G)
+    warp = NotebookYarn()
+    noise, warped = LayerHooks(Gaussian(7, 1.0).on((1,)), None, (1,)), LayerHooks(warp)
+    at = jnp.asarray(AT, jnp.int32)
+    _, found = encode(Hooks(({}, {}), (noise, warped)), q, k, at, [q[..., 0]] * 2)
+    _, plain = encode(Hooks(({},), (noise,)), q, k, at, [q[..., 0]])
+    for h in range(H):
+        _, alone = warp.encode({}, q, plain[:, :, h : h + 1], at, q[..., 0])
+        np.testing.assert_array_equal(found[:, :, h], alone[:, :, 0])
 
 
 def test_denoise_selects_and_edits():
@@ -239,7 +305,7 @@ def test_denoising_keeps_windows_scales_and_earlier_edits_and_can_be_repeated():
     assert once[2:] == before[2:]
     twice = dope_by_gaussian(once, [(0, 1)])
     schedule = schedule_of(twice)
-    assert schedule.noise[0, 1] != 0 and (schedule.noise[0, [0, 2, 3, 4, 5]] == 0).all()
+    assert [hook.heads for hook in schedule.structure[0].hooks] == [(1,)]
     assert schedule.gain[0, 3].tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
     assert schedule.structure[0].window == 64
 
@@ -259,7 +325,10 @@ def test_denoised_layers_survive_json_and_touch_only_the_chosen_heads(method, co
     assert back == after
     changed, plain = schedule_of(back), schedule_of(ROPES)
     differ = np.zeros((N, H), bool)
-    for name in ("inv_freq", "gain", "noise"):
+    for n, structure in enumerate(changed.structure):
+        for hook in structure.hooks:
+            differ[n, list(hook.heads)] = True
+    for name in ("inv_freq", "gain"):
         a, b = (getattr(s, name).reshape(N, H, -1) for s in (changed, plain))
         differ |= (a != b).any(-1)
     assert {(int(n), int(h)) for n, h in np.argwhere(differ)} == set(select_heads(scores, count, order))

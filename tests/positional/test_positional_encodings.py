@@ -15,14 +15,13 @@ from pe_lab.positional import (
     PI,
     Alibi,
     NoPE,
-    NotebookBias,
-    NotebookYarn,
     PartialRope,
     Rope,
     Yarn,
     alibi_slopes,
     frequencies,
 )
+from pe_lab.positional.notebook import NotebookBias, NotebookYarn
 
 HEAD_DIM = st.integers(1, 128).map(lambda pairs: 2 * pairs)
 BASE = st.floats(1.5, 1e9)

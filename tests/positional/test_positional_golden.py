@@ -18,8 +18,6 @@ from pe_lab.positional import (
     Layer,
     Llama3,
     LongRope,
-    NotebookNTK,
-    NotebookYarn,
     NTKByParts,
     PartialRope,
     Rope,
@@ -32,8 +30,8 @@ from pe_lab.positional import (
     rotate,
     rotation_tables,
 )
-from pe_lab.positional.layouts import Layout, channel_order, from_canonical, to_canonical
-from pe_lab.positional.rotation import fixed_point_frequencies
+from pe_lab.positional.notebook import NotebookNTK, NotebookYarn
+from pe_lab.positional.rotation import Layout, channel_order, fixed_point_frequencies, from_canonical, to_canonical
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "positional_golden.json").read_text())
 # Asked is 1e-6. The golden values are float64 results written with ten digits, so more can be had.

@@ -4,13 +4,10 @@ import math
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from head_scores import AT, KEY, QUERY, H, K, N, R, edited, schedule_of, scores_of
 
-from pe_lab.attention.noise import replace_heads_by_noise
-from pe_lab.errors import UserError
 from pe_lab.positional import (
     Alibi,
     Bands,
@@ -22,10 +19,9 @@ from pe_lab.positional import (
     Layer,
     LayerHooks,
     LayerStructure,
+    Llama4Temperature,
     LongRope,
     NoPE,
-    NotebookBias,
-    NotebookYarn,
     PartialRope,
     Rope,
     Uniform,
@@ -38,6 +34,7 @@ from pe_lab.positional import (
     frequencies,
     layers,
 )
+from pe_lab.positional.notebook import NotebookBias, NotebookYarn
 from pe_lab.positional.rotation import fixed_point_frequencies
 
 
@@ -116,16 +113,15 @@ def test_heads_are_split_grouped_or_shared_as_edits_cut_through_groups(heads, ki
     assert structure == LayerStructure(rotates=not all_nope, heads=kind)
 
 
-@pytest.mark.parametrize("heads", [[0], [0, 1], range(H)], ids=str)
-def test_noise_is_drawn_per_query_head_and_so_splits_every_group(heads):
-    schedule = edited(heads, Gaussian(7))
-    assert schedule.structure == (LayerStructure(rotates=True, heads="split", noisy=True),)
-    assert schedule.noise[0].tolist() == [7 if h in heads else 0 for h in range(H)]
-    np.testing.assert_array_equal(schedule.gain, 1)
-    # So does a noisy head of a layer without any rotation, or with ALiBi.
-    for encoding in (NoPE(), Alibi()):
-        (structure,) = edited(heads, Gaussian(7), encoding).structure
-        assert structure == LayerStructure(rotates=True, heads="split", noisy=True, slopes=encoding == Alibi())
+def test_what_does_not_stand_alone_acts_beside_the_layers_encoding():
+    """A temperature of two heads, or their noise, leaves their rotation, slopes and hooks."""
+    for to in (Gaussian(7), Llama4Temperature()):
+        for encoding in (Rope(), Alibi(), NotebookYarn()):
+            schedule, before = edited([1, 4], to, encoding), schedule_of([Layer(encoding)])
+            for name in ("fixed_freq", "gain", "alibi_slope"):
+                np.testing.assert_array_equal(getattr(schedule, name), getattr(before, name))
+            own = before.structure[0].hooks
+            assert schedule.structure[0].hooks == (*own, LayerHooks(to.on((1, 4)), None, (1, 4)))
 
 
 def test_without_grouped_queries_no_head_splits_a_group():
@@ -151,7 +147,8 @@ def test_the_last_edit_of_a_head_is_what_it_has_and_denoising_adds_to_it():
     np.testing.assert_array_equal(schedule.gain[0, [0, 1, 3, 4, 5]], 1)
     # And an encoding says all there is: what was noise is none.
     noisy = [HeadEdit((0, 1), Gaussian(3)), HeadEdit((1,), Rope())]
-    assert schedule_of([Layer(Rope(), heads=tuple(noisy))]).noise[0].tolist() == [3, 0, 0, 0, 0, 0]
+    (hooks,) = schedule_of([Layer(Rope(), heads=tuple(noisy))]).structure[0].hooks
+    assert hooks.heads == hooks.encoding.heads == (0,)
 
 
 def test_alibi_on_one_head_takes_that_heads_slope():
@@ -162,48 +159,6 @@ def test_alibi_on_one_head_takes_that_heads_slope():
     assert schedule.structure == (LayerStructure(rotates=True, slopes=True, heads="split"),)
     mixed = edited([1, 2], Rope(), Alibi())
     np.testing.assert_array_equal(mixed.alibi_slope[0], np.where(np.isin(range(H), [1, 2]), 0, slopes))
-
-
-def test_the_appendix_has_one_seed_and_a_fixed_sigma():
-    """DoPE, appendix A.2: sigma 1.0 and seed 42 for all heads; the body takes the variance of the other heads."""
-    pattern, heads = layers(["rope", "nope"], N), [(0, 1), (0, 4), (3, 2)]
-    body, appendix = (schedule_of(dope_by_gaussian(pattern, heads, *options)) for options in ((0,), (42, 1.0, True)))
-    assert body.noise_sigma.tolist() == [0] * N and len(np.unique(body.noise)) == 4
-    assert appendix.noise_sigma.tolist() == [1, 0, 0, 1] and np.unique(appendix.noise).tolist() == [0, 42]
-    assert jax.tree.structure(body) == jax.tree.structure(appendix)  # they share a compilation
-    assert "2 heads are noise of sigma 1" in describe(appendix) and "sigma" not in describe(body)
-    with pytest.raises(UserError, match="layer 0: its Gaussian heads have different sigmas"):
-        edits = (HeadEdit((0,), Gaussian(7)), HeadEdit((1,), Gaussian(7, 2.0)))
-        schedule_of([Layer(Rope(), heads=edits)])
-    for sigma in (0.0, -1.0, 1e10, float("inf"), float("nan")):
-        with pytest.raises(UserError, match="it must be above 0 and at most 2\\^32"):
-            Gaussian(7, sigma)
-
-
-@pytest.mark.slow
-def test_noise_of_a_fixed_sigma_has_that_size():
-    query = jax.random.normal(jax.random.key(0), (1, 256, H, 64)) * 5
-    seeds = jnp.asarray([0, 42, 42, 0, 0, 0], jnp.uint32)
-    fixed, matched = (
-        np.asarray(replace_heads_by_noise(query, seeds, None, 0, sigma)) for sigma in (jnp.float32(2.0), jnp.float32(0))
-    )
-    assert fixed[:, :, 1].std() == pytest.approx(2, rel=0.02) and matched[:, :, 1].std() == pytest.approx(5, rel=0.03)
-    np.testing.assert_array_equal(fixed[:, :, 1], fixed[:, :, 2])  # one seed, one noise
-    np.testing.assert_array_equal(fixed[:, :, 0], query[:, :, 0])
-    np.testing.assert_array_equal(matched, replace_heads_by_noise(query, seeds, None, 0))
-
-
-def test_generalized_to_noise_means_split_heads():
-    schedule = schedule_of(layers(["rope", "nope"], N))
-    noisy = schedule.generalize(noisy=True)
-    assert {(s.rotates, s.noisy, s.heads) for s in noisy.structure} == {(True, True, "split")}
-    assert {(s.noisy, s.heads) for s in schedule.generalize().structure} == {(False, "shared")}
-    # So that a denoised model and the one before run through one compilation.
-    denoised = schedule_of(dope_by_gaussian(layers(["rope", "nope"], N), [(0, 1), (3, 2)]))
-    assert jax.tree.structure(denoised.generalize(noisy=True)) == jax.tree.structure(noisy)
-    kept = denoised.generalize()
-    plain, noise = (False, "shared"), (True, "split")
-    assert [(s.noisy, s.heads) for s in kept.structure] == [noise, plain, plain, noise]
 
 
 def test_the_length_reaches_scalings_edits_and_betas():
@@ -264,10 +219,9 @@ def test_describe_has_a_column_for_other_properties_only_where_there_are_some():
     rows = table(describe(schedule_of(noisy)))
     assert [(row["layers"], row.get("other")) for row in rows] == [
         ("0,2", None),
-        ("1", "2 heads are noise"),
+        ("1", "gaussian: encode on heads 0,5"),
         ("3", None),
     ]
-    assert rows[1]["heads"] == "split"
 
 
 def test_describe_names_encodings_with_hooks_and_their_hooks():

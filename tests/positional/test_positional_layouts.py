@@ -12,8 +12,14 @@ from hypothesis import strategies as st
 
 from pe_lab.errors import UserError
 from pe_lab.positional import PartialRope, Rope, frequencies, rotate, rotation_tables
-from pe_lab.positional.layouts import CANONICAL, Layout, channel_order, from_canonical, to_canonical
-from pe_lab.positional.rotation import fixed_point_frequencies
+from pe_lab.positional.rotation import (
+    CANONICAL,
+    Layout,
+    channel_order,
+    fixed_point_frequencies,
+    from_canonical,
+    to_canonical,
+)
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "positional_golden.json").read_text())
 

@@ -22,7 +22,6 @@ from pe_lab.positional import (
     Layer,
     LongRope,
     NoPE,
-    NotebookYarn,
     PartialRope,
     Rescale,
     Rope,
@@ -38,6 +37,7 @@ from pe_lab.positional import (
     smollm3,
     swan,
 )
+from pe_lab.positional.notebook import NotebookYarn
 
 NOPE, LOCAL = Layer(NoPE()), Layer(Rope(), 512)
 
@@ -326,7 +326,7 @@ def test_a_config_holds_any_description_and_reads_it_back(description):
 def test_a_config_names_what_is_wrong_with_a_description():
     with pytest.raises(UserError, match="there is no kind 'rop'. Did you mean 'rope'"):
         from_dict(PhaseConfig, {"positional": {"kind": "rop"}})
-    with pytest.raises(UserError, match="Rescale has no 'scalin'. Did you mean 'scaling'"):
+    with pytest.raises(UserError, match="Rescale has no key 'scalin'. Did you mean 'scaling'"):
         from_dict(PhaseConfig, {"positional": {"kind": "rescale", "scalin": {"kind": "pi", "factor": 2}}})
     with pytest.raises(UserError, match="qk_norm_init is 'one'. Did you mean 'ones'"):
         from_dict(PhaseConfig, {"qk_norm_init": "one"})

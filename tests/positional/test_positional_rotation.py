@@ -20,8 +20,6 @@ from pe_lab.positional import (
     Llama3,
     LongRope,
     NoPE,
-    NotebookNTK,
-    NotebookYarn,
     NTKByParts,
     PartialRope,
     Rope,
@@ -34,7 +32,7 @@ from pe_lab.positional import (
     rotate,
     rotation_tables,
 )
-from pe_lab.positional.notebook import warped_angles
+from pe_lab.positional.notebook import NotebookNTK, NotebookYarn, warped_angles
 from pe_lab.positional.rotation import fixed_point_frequencies
 from pe_lab.positional.scalings import SCALINGS
 

@@ -16,13 +16,13 @@ from pe_lab.positional import (
     DynamicYarn,
     Llama3,
     LongRope,
-    NotebookNTK,
     NTKByParts,
     PartialRope,
     Rope,
     Yarn,
     frequencies,
 )
+from pe_lab.positional.notebook import NotebookNTK
 from pe_lab.positional.scalings import SCALINGS
 
 L = 1024

@@ -18,9 +18,10 @@ from pe_lab.attention.hooks import Hooks, distance_bias, position_bias
 from pe_lab.config import ModelConfig, to_json
 from pe_lab.errors import EncodingError, UserError
 from pe_lab.model import Model
-from pe_lab.model.chunked_forward import ChunkedForward
+from pe_lab.model.programs import ChunkedForward
 from pe_lab.positional import (
     XSA,
+    Bands,
     Beta,
     ClippedRope,
     ContentRotation,
@@ -33,6 +34,7 @@ from pe_lab.positional import (
     GatedOutput,
     GatedRope,
     GatedXSA,
+    Gaussian,
     HeadShape,
     KerpleLog,
     KerplePower,
@@ -42,8 +44,6 @@ from pe_lab.positional import (
     LearnedSink,
     Llama4Temperature,
     NoPE,
-    NotebookBias,
-    NotebookYarn,
     PoPE,
     Rope,
     SelectiveRope,
@@ -64,7 +64,7 @@ from pe_lab.positional import (
 )
 from pe_lab.positional.codec import from_json, parse
 from pe_lab.positional.hooks import initial
-from pe_lab.positional.layers import Bands, Gaussian
+from pe_lab.positional.notebook import NotebookBias, NotebookYarn
 from pe_lab.positional.registry import ENCODINGS, import_encodings
 
 GOLDEN = np.load(pathlib.Path(__file__).parent.parent / "data" / "encoding_golden.npz")
@@ -553,7 +553,6 @@ import jax.numpy as jnp
 TWO = 2
 
 def my_rope(inputs, positions, head_dim, factor=1.0):
-    "A docstring is not part of the digest."
     return inputs * (TWO * factor + positions[..., None, None])
 
 def wrong(inputs, positions, head_dim):
@@ -569,13 +568,13 @@ def test_a_function_of_a_file_is_found_again_and_must_be_the_same(tmp_path, monk
     assert encoding.name == "recipe.py:my_rope" and encoding.settings == (("factor", 3),) and encoding.digest
     again = from_json(json.loads(json.dumps(to_json(Layer(encoding))))).encoding
     assert again == encoding and again.display_name == "my_rope"
-    module = importlib.import_module("pe_lab.positional.function")
+    module = importlib.import_module("pe_lab.positional.registry")
     known = {key: f for key, f in module._known.items() if key[0] != encoding.name}
     monkeypatch.setattr(module, "_known", dict(known))  # as in another process
     q = jnp.ones((2, 3, 1, 4))
     encoded, _ = again.encode({}, q, q, jnp.arange(3)[None], q[..., 0, :])
     np.testing.assert_array_equal(encoded[1, :, 0, 0], [6, 7, 8])
-    file.write_text(RECIPE.replace("TWO = 2", "TWO = 4"))
+    file.write_text(RECIPE.replace("TWO * factor", "4 * factor"))
     import_encodings("recipe.py")
     monkeypatch.setattr(module, "_known", dict(known))
     with pytest.raises(EncodingError, match="Bring the former source back"):

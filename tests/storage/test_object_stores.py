@@ -17,7 +17,7 @@ from tiny_runs import REPOSITORY
 
 from pe_lab import storage
 from pe_lab.errors import ConfigError, DataError, StoreError
-from pe_lab.storage import paths, segments
+from pe_lab.storage import logs, paths
 from pe_lab.storage.manifest import crc32c, manifest_of
 
 
@@ -288,7 +288,7 @@ def test_a_copy_is_made_once_for_each_content_and_is_whole(root, bucket, tmp_pat
     assert storage.local_copy(tmp_path) == tmp_path
     with pytest.raises(DataError, match="There is no"):
         storage.local_copy(root / "absent")
-    monkeypatch.setattr("pe_lab.storage.copies.RESERVED_BYTES", 2**60)
+    monkeypatch.setattr("pe_lab.storage.directories.RESERVED_BYTES", 2**60)
     storage.write_file(root / "file", b"other")
     with pytest.raises(DataError, match="GB free. Free space"):
         storage.local_copy(root / "file")
@@ -303,7 +303,7 @@ def read(path):
 
 
 def test_a_log_is_what_was_appended_and_kept(root, tmp_path, monkeypatch):
-    monkeypatch.setattr(segments, "SEGMENT_BYTES", 25)
+    monkeypatch.setattr(logs, "SEGMENT_BYTES", 25)
     for path in (root / "log.jsonl", tmp_path / "runs" / "log.jsonl"):
         assert read(path) == []
         with storage.AppendedLog(path) as log:
@@ -328,7 +328,7 @@ def test_a_log_is_what_was_appended_and_kept(root, tmp_path, monkeypatch):
 
 
 def test_a_lagging_listing_loses_no_record(root, bucket, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(segments, "SEGMENT_BYTES", 1)
+    monkeypatch.setattr(logs, "SEGMENT_BYTES", 1)
     path = root / "log.jsonl"
     with storage.AppendedLog(path) as log:
         for n in range(4):
@@ -369,8 +369,8 @@ def test_records_wait_for_a_store_that_does_not_answer(root, bucket, short_pause
 KILLED = """
 import sys
 from pe_lab import storage
-from pe_lab.storage import logs, segments
-segments.SEGMENT_BYTES = 200
+from pe_lab.storage import logs
+logs.SEGMENT_BYTES = 200
 path = storage.path("--out", sys.argv[1])
 kept = list(storage.read_records(path))
 print("opening", flush=True)

@@ -4,18 +4,17 @@ import dataclasses
 import json
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
-from tiny_runs import compilations_kept, records, tiny, train  # noqa: F401
+from tiny_runs import compilations_kept, opened, records, tiny, train  # noqa: F401
 
-from pe_lab.checkpoints import open_checkpoint
+from pe_lab.checkpoints.checkpoint import open_checkpoint
 from pe_lab.checkpoints.locating import steps_in
 from pe_lab.config import to_json
 from pe_lab.errors import ConfigError
-from pe_lab.identity import MAY_CHANGE, change_text, changed, may_change
-from pe_lab.training import loop, open_run
-from pe_lab.training.workdir import claim_workdir, write_run
+from pe_lab.identity import MAY_CHANGE, change_text, changed, check_workdir, may_change, write_run
+from pe_lab.training import loop
+from pe_lab.training.evaluators import Evaluator
 
 pytestmark = pytest.mark.usefixtures("compilations_kept")
 DOCS = Path(__file__).parents[2] / "docs" / "recipes.md"
@@ -32,7 +31,7 @@ def test_the_docs_have_the_declared_list():
     [
         ("phases.1.batch_size", True),
         ("phases.12.optimizer.b1", True),
-        ("phases.0.extensions.1.how", True),
+        ("phases.0.prolonged.1.how", True),
         ("data.sources.2.weight", True),
         ("data.sources.2.source", False),
         ("data.seed", False),
@@ -53,7 +52,7 @@ def test_every_key_that_differs_is_recorded_and_a_lineage_has_those_of_its_phase
     write_run(workdir, config, "first", {})
     more = {"log__every_steps": 5, "evaluation__tokens": 99, "phases__0__batch_size": 4, "phases__1__batch_size": 2}
     other = tiny(tmp_path / "recipe", **more)
-    write_run(workdir, other, "second", claim_workdir(workdir, other))
+    write_run(workdir, other, "second", check_workdir(workdir, other))
     (change,) = json.loads((workdir / "run.json").read_text())["changes"]
     assert change["keys"] == {
         "evaluation.tokens": [65536, 99],
@@ -68,7 +67,7 @@ def test_a_refusal_lists_what_may_change_and_deletes_nothing(tmp_path):
     config, workdir = tiny(tmp_path / "recipe"), tmp_path / "run"
     write_run(workdir, config, "first", {})
     with pytest.raises(ConfigError) as refused:
-        claim_workdir(workdir, tiny(tmp_path / "recipe", seed=3))
+        check_workdir(workdir, tiny(tmp_path / "recipe", seed=3))
     message = str(refused.value)
     assert "seed: 0 there, 3 here" in message and message.endswith("Choose another --workdir.")
     assert all(key in message for key in MAY_CHANGE) and "delete" not in message
@@ -93,7 +92,7 @@ def test_no_sequence_is_read_twice_or_skipped_after_a_change_of_the_batch_size(t
         seen.append(np.asarray(batch["tokens"]))
         return place_batch(batch, sharding)
 
-    monkeypatch.setattr(loop, "_validation", lambda *_: lambda params: {})
+    monkeypatch.setattr(loop, "validation", lambda *_: Evaluator("validation", lambda step, params: {}, 1000))
     monkeypatch.setattr(loop, "place_batch", noted)
     for size, steps in ((8, 4), (4, 7), (16, 9)):
         config = tiny(tmp_path / "recipe", phases__0__batch_size=size, phases__0__steps=steps, **settings)
@@ -101,8 +100,8 @@ def test_no_sequence_is_read_twice_or_skipped_after_a_change_of_the_batch_size(t
     read = np.concatenate(seen)
     assert len(read) == 4 * 8 + 3 * 4 + 2 * 16
     one = dataclasses.replace(config, phases=(dataclasses.replace(config.phases[0], batch_size=1),))
-    run = open_run(one, tmp_path / "other", devices=jax.devices()[:1])
-    pipeline = loop.open_pipeline(one, run.phases[0], run.mesh)
+    run = opened(one, tmp_path / "other")
+    pipeline = loop.open_pipeline(run.plan, run.phases[0])
     expected = np.concatenate([next(pipeline)["tokens"] for _ in read])
     pipeline.close()
     assert len(np.unique(expected, axis=0)) < len(expected)  # more than one epoch

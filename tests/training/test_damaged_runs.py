@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tiny_runs import assert_same_training, compilations_kept, records, tiny, train  # noqa: F401
 
-from pe_lab.checkpoints import open_checkpoint
+from pe_lab.checkpoints.checkpoint import open_checkpoint
 from pe_lab.errors import CheckpointError
 from pe_lab.training import loop
 

@@ -23,7 +23,8 @@ def test_the_age_of_a_process_is_counted_from_its_creation():
 
 def test_seconds_are_in_the_bucket_of_their_block(tmp_path):
     path = tmp_path / "ledger.jsonl"
-    age, ledger = process_age(), Ledger(path)
+    age = process_age()
+    ledger = Ledger(path, age)
     assert not path.exists() and not ledger.opened
     ledger.open()
     for step in (1, 2):

@@ -1,5 +1,6 @@
 """The files of a run: logs that continue, run.json, and workdirs that belong to one config."""
 
+import functools
 import json
 import time
 
@@ -8,11 +9,19 @@ import pytest
 from tiny_runs import records
 
 from pe_lab.storage.manifest import crc32c, sealed
+from pe_lab.terminal import console
 from pe_lab.training.logs import PhaseLogs, mark_complete
+from pe_lab.training.trackers import Session, open_trackers
+
+
+def opened(directory, resume_step):
+    """The logs of a phase, with TensorBoard."""
+    session = functools.partial(Session, directory, resume_step, config=None)
+    return PhaseLogs(directory, resume_step, trackers=lambda skip: open_trackers(session(skip), console().print))
 
 
 def write(directory, resume_step, *records, name="metrics"):
-    logs = PhaseLogs(directory, resume_step)
+    logs = opened(directory, resume_step)
     for record in records:
         logs.write(name, record)
     logs.close()
@@ -96,7 +105,7 @@ def test_a_damaged_description_of_a_phase_is_set_aside(tmp_path, capsys, content
 
 
 def test_a_full_disk_ends_the_events_and_not_the_run(tmp_path, capsys):
-    logs = PhaseLogs(tmp_path, 0)
+    logs = opened(tmp_path, 0)
     (background,) = logs._trackers
     while background.tracker is None:  # a thread opens it
         time.sleep(0.01)

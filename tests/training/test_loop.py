@@ -6,7 +6,6 @@ import shutil
 import signal
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 from tiny_runs import (
@@ -16,6 +15,7 @@ from tiny_runs import (
     compilations_kept,  # noqa: F401
     die,
     fingerprint,
+    opened,
     records,
     tiny,
     train,
@@ -23,10 +23,13 @@ from tiny_runs import (
 
 import pe_lab
 from pe_lab import terminal
-from pe_lab.checkpoints import find_checkpoints, open_checkpoint
+from pe_lab.checkpoints.checkpoint import open_checkpoint
+from pe_lab.checkpoints.locating import find_checkpoints
 from pe_lab.errors import DataError, TrainingDiverged, UserError
 from pe_lab.identity import config_hash
-from pe_lab.training import Stopped, loop, open_run
+from pe_lab.parallel.stopping import Stopped
+from pe_lab.training import loop
+from pe_lab.training.evaluators import Evaluator
 
 pytestmark = pytest.mark.usefixtures("compilations_kept")
 
@@ -77,6 +80,21 @@ def test_learned_values_of_encodings_are_logged_by_layer_where_the_loss_is_valid
     assert "t5.table" in out and "ssmax.scale" in out  # `describe`, at the start
 
 
+def test_another_evaluator_runs_in_the_loop_and_is_logged_under_its_prefix(tmp_path, monkeypatch):
+    made = loop._programs
+
+    def with_probe(*args):
+        programs = made(*args)
+        probe = Evaluator("validation", lambda step, params: {"step": 2.0 * step}, 3, prefix="probe/")
+        return programs._replace(evaluators=[*programs.evaluators, probe])
+
+    monkeypatch.setattr(loop, "_programs", with_probe)
+    one = "[{'name': 'only', 'steps': 5, 'batch_size': 8, 'sequence_length': 16, 'optimizer': {'warmup_steps': 1}}]"
+    train(tiny(tmp_path / "recipe", phases=one), tmp_path / "run")
+    logged = [(r["step"], r["probe/step"]) for r in records(tmp_path / "run/only/metrics.jsonl") if "probe/step" in r]
+    assert logged == [(0, 0.0), (3, 6.0), (5, 10.0)]
+
+
 @pytest.mark.slow
 def test_learned_values_are_logged_where_nothing_is_validated(tmp_path):
     """A run of 2 steps: 3 s."""
@@ -111,7 +129,7 @@ def test_what_takes_long_before_the_first_step_is_told(tmp_path, capsys, monkeyp
 
 
 def test_a_model_that_was_trained_from_python_has_its_tokenizer(whole):
-    """`whole` was trained by open_run and train_phase, not by the command."""
+    """`whole` was trained by `train_phase`, not by the command."""
     lm = pe_lab.load(whole)
     assert lm.tokenizer is not None and lm.tokenizer.fingerprint == "bytes-257"
     assert isinstance(lm.generate("a", max_new_tokens=2), str)
@@ -244,13 +262,13 @@ def test_a_phase_can_start_from_any_checkpoint(config, whole, tmp_path):
     # Once it has checkpoints of its own, the phase no longer needs its source.
     gone = tiny(tmp_path / "recipe", phases__0__init_from="nowhere")
     with pytest.raises(UserError, match="There is no checkpoint at 'nowhere'"):
-        open_run(gone, tmp_path / "new", devices=jax.devices()[:1])
+        opened(gone, tmp_path / "new")
 
 
 def test_a_source_of_another_shape_is_refused_before_anything_is_written(config, whole, tmp_path):
     wide = tiny(tmp_path / "recipe", model__d_ff=64, model__kv_heads=1, phases__0__init_from=str(whole / "pretrain"))
     with pytest.raises(UserError, match="is a model of another shape: d_ff 32 -> 64, kv_heads 2 -> 1"):
-        open_run(wide, tmp_path / "run", devices=jax.devices()[:1])
+        opened(wide, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

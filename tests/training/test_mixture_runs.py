@@ -3,15 +3,15 @@
 import dataclasses
 import json
 
-import jax
 import numpy as np
 import pytest
-from tiny_runs import Killed, at_step, die, records, tiny, train
+from tiny_runs import Killed, assert_same_training, at_step, die, opened, records, tiny, train
 
-from pe_lab.config import to_json
+from pe_lab.checkpoints.locating import steps_in
+from pe_lab.config import Config, from_dict, to_json
 from pe_lab.errors import UserError
-from pe_lab.training import open_run
-from pe_lab.training.extension import extend, recorded
+from pe_lab.recipes import with_prolonged
+from pe_lab.training.plan import prolong
 
 
 def mixed(directory, weights, epochs=1, batch=8, limit=0, **source):
@@ -61,15 +61,15 @@ def test_a_run_of_epochs_counts_the_tokens_of_each_source(tmp_path, capsys):
 def test_a_dry_source_is_refused_before_anything_is_written(tmp_path):
     settings = mixed(tmp_path / "recipe", {"b": 9}, epochs={"a": 1}, limit=1)
     with pytest.raises(UserError, match=r"config.phases\[0\] \('pretrain'\): data source 'b' runs dry at step"):
-        open_run(settings, tmp_path / "run", devices=jax.devices()[:1])
+        opened(settings, tmp_path / "run")
     assert not (tmp_path / "run").exists()
-    resolved = open_run(mixed(tmp_path / "recipe", {}, epochs={"b": 1}), tmp_path / "run", devices=jax.devices()[:1])
+    resolved = opened(mixed(tmp_path / "recipe", {}, epochs={"b": 1}), tmp_path / "run")
     assert resolved.config.phases[0].steps == resolved.phases[0].config.steps < 1000
     assert dataclasses.replace(resolved.config.phases[0], steps=1000).epochs == {"b": 1}
 
 
 @pytest.mark.slow
-def test_epochs_count_from_the_checkpoint_on_and_are_extended_from_the_steps_they_gave(tmp_path, monkeypatch):
+def test_epochs_count_from_the_checkpoint_on_and_more_are_added_to_the_steps_they_gave(tmp_path, monkeypatch):
     """Two steps of 8 sequences and then steps of 4, half of them of source a. The recipe's `steps` do not matter."""
 
     def config(batch, **other):
@@ -80,19 +80,47 @@ def test_epochs_count_from_the_checkpoint_on_and_are_extended_from_the_steps_the
     with monkeypatch.context() as patch, pytest.raises(Killed):
         at_step(patch, 4, die)
         train(config(8), tmp_path / "run")
-    run = open_run(config(4), tmp_path / "run", devices=jax.devices()[:1])
+    run = opened(config(4), tmp_path / "run")
     windows = next(source["windows"] for source in run.mixtures[0] if source["name"] == "a")
     steps = run.config.phases[0].steps
     assert steps == 2 + (windows - 8) // 2
 
-    saved = to_json(run.config)
-    with pytest.raises(UserError, match=f"has {steps} steps, and --extend is their new number"):
-        extend(recorded(config(4), saved), tmp_path / "run", steps - 1)
-    longer = extend(recorded(config(4), saved), tmp_path / "run", steps + 9)
-    assert (longer.phases[0].extensions[0].steps, longer.phases[0].steps) == (steps, steps + 9)
-    again = recorded(config(4), to_json(longer))  # the plain command
+    found = from_dict(Config, with_prolonged(to_json(config(4)), to_json(run.config)))
+    kept = steps_in(tmp_path / "run/pretrain/checkpoints")
+    with pytest.raises(UserError, match=f"has {steps} steps, and --until is their new number"):
+        prolong(found, steps - 1, kept)
+    longer = prolong(found, steps + 9, kept)
+    assert (longer.phases[0].prolonged[0].steps, longer.phases[0].steps) == (steps, steps + 9)
+    again = from_dict(Config, with_prolonged(to_json(config(4)), to_json(longer)))  # the plain command
     assert again == longer
-    assert open_run(again, tmp_path / "run", devices=jax.devices()[:1]).config == longer
+    assert opened(again, tmp_path / "run").config == longer
     with pytest.raises(UserError, match=f"warmup_steps is {steps}, but"):
         optimizer = dataclasses.replace(config(4).phases[0].optimizer, warmup_steps=steps)
-        open_run(config(4, optimizer=optimizer), tmp_path / "run", devices=jax.devices()[:1])
+        opened(config(4, optimizer=optimizer), tmp_path / "run")
+
+
+GRAIN = """
+import grain
+import numpy as np
+
+
+def dataset(split, seed, length):
+    count = 24 if split == "validation" else 90
+    windows = grain.MapDataset.range(count).shuffle(seed).repeat().to_iter_dataset()
+    windows = windows.filter(lambda i: i % 3 != 0)
+    return windows.map(lambda i: {"tokens": (np.arange(length + 1) + i) % 50, "weights": np.full(length + 1, 0.5)})
+"""
+
+
+@pytest.mark.slow
+def test_a_run_on_a_grain_iter_dataset_goes_on_from_its_own_state(tmp_path, monkeypatch):
+    (tmp_path / "my_data.py").write_text(GRAIN)
+    data = {"data__sources": "[]", "data__grain": f"{tmp_path}/my_data.py:dataset"}
+    train(tiny(tmp_path / "recipe", **data), tmp_path / "whole")
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        at_step(patch, 5, die)
+        train(tiny(tmp_path / "recipe", **data), tmp_path / "killed")
+    train(tiny(tmp_path / "recipe", **data), tmp_path / "killed")
+    assert_same_training(tmp_path / "killed", tmp_path / "whole")
+    last = records(tmp_path / "killed/pretrain/metrics.jsonl")[-1]
+    assert last[f"read_tokens/grain:{tmp_path}/my_data.py:dataset"] == last["tokens"] == 8 * 8 * 16

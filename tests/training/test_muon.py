@@ -19,8 +19,9 @@ from pe_lab.identity import may_change
 from pe_lab.model import Model
 from pe_lab.parallel import AxisRules, make_mesh, use_mesh
 from pe_lab.positional import Rope, build_schedule, layers
-from pe_lab.training import compile_train_step, init_state, make_optimizer, make_shardings, place_batch
 from pe_lab.training.muon import coefficients, is_matrix, matrices, newton_schulz_flops, orthogonalize
+from pe_lab.training.optimizer import make_optimizer
+from pe_lab.training.step import compile_train_step, init_state, make_shardings, place_batch
 
 SHAPE = ModelConfig(
     vocab_size=32, layers=2, d_model=16, d_ff=24, heads=4, kv_heads=2, qk_norm="head", tie_embeddings=False,

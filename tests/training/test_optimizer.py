@@ -8,8 +8,7 @@ import pytest
 from pe_lab.config import ModelConfig, OptimizerConfig
 from pe_lab.errors import ConfigError
 from pe_lab.model import Model
-from pe_lab.training import learning_rate, make_optimizer
-from pe_lab.training.optimizer import decays
+from pe_lab.training.optimizer import decays, learning_rate, make_optimizer
 
 
 def at(config: OptimizerConfig, steps: int, *counts: int) -> list[float]:

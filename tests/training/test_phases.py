@@ -6,14 +6,13 @@ import re
 import jax
 import numpy as np
 import pytest
-from tiny_runs import compilations_kept, records, tiny, train, trained  # noqa: F401
+from tiny_runs import compilations_kept, opened, records, tiny, train, trained  # noqa: F401
 
-from pe_lab.checkpoints import open_checkpoint
+from pe_lab.checkpoints.checkpoint import open_checkpoint
 from pe_lab.config import Config, MeshConfig, PhaseConfig
 from pe_lab.errors import UserError
 from pe_lab.positional import Layer, NoPE, Rope, Yarn, drop, pattern, rescale, rnope_swa
-from pe_lab.training import open_run
-from pe_lab.training.run import plan_phases
+from pe_lab.training.plan import given_layers, plan_phases
 
 pytestmark = pytest.mark.usefixtures("compilations_kept")
 
@@ -56,8 +55,9 @@ def test_an_edit_with_nothing_before_it_says_what_to_do(config):
 def test_an_edit_refers_to_the_checkpoint_that_a_phase_starts_from(trained, tmp_path):  # noqa: F811
     config = tiny(tmp_path / "recipe")
     phase = dataclasses.replace(config.phases[1], positional=drop([1]), init_from=str(trained / "pretrain"), steps=3)
-    assert plan_phases(with_phases(config, phase))[0].layers == (Layer(Rope()), Layer(NoPE()))
-    last = train(with_phases(config, phase), tmp_path / "run")
+    changed = with_phases(config, phase)
+    assert plan_phases(changed, given_layers(changed))[0].layers == (Layer(Rope()), Layer(NoPE()))
+    last = train(changed, tmp_path / "run")
     assert open_checkpoint(last).layers == (Layer(Rope()), Layer(NoPE()))
 
 
@@ -102,7 +102,7 @@ def test_a_checkpoint_of_another_qk_norm_needs_the_phases_own(trained, tmp_path)
     config = tiny(tmp_path / "recipe", model__qk_norm="none")
     phase = dataclasses.replace(config.phases[1], init_from=str(trained / "pretrain"), steps=3)
     with pytest.raises(UserError, match="qk_norm head -> none.*set the phase's own qk_norm"):
-        open_run(with_phases(config, phase), tmp_path / "run", devices=jax.devices()[:1])
+        opened(with_phases(config, phase), tmp_path / "run")
     removed = with_phases(config, dataclasses.replace(phase, qk_norm="none"))
     last = train(removed, tmp_path / "run")
     assert open_checkpoint(last).model.qk_norm == "none"

@@ -1,36 +1,35 @@
 """The split of a step's time, and traces that the real viewer opens."""
 
-import functools
 import json
 import subprocess
 import sys
-import types
+import time
 
 import jax
 import pytest
 from real_material import xprof
-from tiny_runs import finish, start, write_recipe
+from tiny_runs import finish, start, train_on_one_device, write_recipe
 
-import pe_lab.train
 from pe_lab.errors import ConfigError
 from pe_lab.train import main
-from pe_lab.training import open_run, profiling
+from pe_lab.training.ledger import WAITS, Ledger, StepTimes
 from pe_lab.training.logs import speed_text
-from pe_lab.training.profiling import WAITS, StepTimes, parse_steps
+from pe_lab.training.profiling import parse_steps
 
 
 @pytest.fixture
 def one_device(monkeypatch):
-    monkeypatch.setattr(pe_lab.train, "open_run", functools.partial(open_run, devices=jax.devices()[:1]))
+    train_on_one_device(monkeypatch)
 
 
 def test_a_steps_time_is_what_was_waited_for_and_the_rest(monkeypatch):
     clock = iter([0.0, 0.02, 0.05, 0.06, 0.1, 0.12])  # at the start and the end of each wait
-    monkeypatch.setattr(profiling, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
-    times = StepTimes()
-    for what in ("device", "input", "device"):
-        with times.wait(what):
-            pass
+    times = StepTimes(Ledger())
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "perf_counter", lambda: next(clock))
+        for what in ("device", "input", "device"):
+            with times.wait(what):
+                pass
     split = times.split(2, 0.2)
     assert split["device"] == pytest.approx(0.02) and split["input"] == pytest.approx(0.005)
     assert split["host"] == pytest.approx(0.075)
@@ -39,12 +38,12 @@ def test_a_steps_time_is_what_was_waited_for_and_the_rest(monkeypatch):
 
 @pytest.mark.parametrize(("backend", "seconds"), [("cpu", 0.5), ("tpu", 0.0)])
 def test_a_cpu_computes_a_step_as_it_is_started(monkeypatch, backend, seconds):
-    clock = iter([0.0, 0.5])
-    monkeypatch.setattr(profiling, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
+    clock, times = iter([0.0, 0.5]), StepTimes(Ledger())
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    times = StepTimes()
-    with times.dispatch():
-        pass
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "perf_counter", lambda: next(clock))
+        with times.dispatch():
+            pass
     assert times.split(1, 1.0)["device"] == seconds
 
 

@@ -10,7 +10,7 @@ import pytest
 from tiny_runs import compilations_kept, records, tiny, train  # noqa: F401
 
 from pe_lab.errors import UserError
-from pe_lab.training.run import plan_phases
+from pe_lab.training.plan import plan_phases
 from pe_lab.training.step import RandomPositions
 
 DRAWN = RandomPositions(64, (3, 1))

@@ -12,8 +12,9 @@ from pe_lab.model import Model
 from pe_lab.parallel import AxisRules, make_mesh
 from pe_lab.positional import Rope, build_schedule, layers
 from pe_lab.terminal import command
-from pe_lab.training import init_state, make_optimizer, make_shardings, place_batch
+from pe_lab.training.optimizer import make_optimizer
 from pe_lab.training.replay import Replay, _checksums
+from pe_lab.training.step import init_state, make_shardings, place_batch
 
 pytestmark = pytest.mark.usefixtures("compilations_kept")
 SHAPE = ModelConfig(64, 2, 16, 32, 2, 2, dtype="float32", qk_norm="head")

@@ -17,6 +17,7 @@ from tiny_runs import (  # noqa: F401
     compilations_kept,
     finish,
     losses,
+    opened,
     records,
     start_together,
     tiny,
@@ -30,7 +31,8 @@ from pe_lab.errors import ConfigError, TrainingDiverged
 from pe_lab.model import Model
 from pe_lab.parallel import AxisRules, make_mesh
 from pe_lab.positional import Rope, build_schedule, layers
-from pe_lab.training import compile_train_step, init_state, loop, make_optimizer, open_run
+from pe_lab.training import loop
+from pe_lab.training.optimizer import make_optimizer
 from pe_lab.training.stability import (
     MOST_REWINDS,
     MOST_SKIPS,
@@ -40,6 +42,7 @@ from pe_lab.training.stability import (
     is_spike,
     push,
 )
+from pe_lab.training.step import compile_train_step, init_state
 
 pytestmark = pytest.mark.usefixtures("compilations_kept")
 BATCH = 8
@@ -225,8 +228,8 @@ def final(run: Path) -> dict[str, bytes]:
 def test_a_rewound_run_is_one_that_never_met_the_batch(tmp_path, monkeypatch):
     settings = config(tmp_path / "recipe", on_nonfinite="rewind", on_spike="rewind")
     with monkeypatch.context() as patch:
-        opened = loop.open_pipeline
-        patch.setattr(loop, "open_pipeline", lambda *args: (found := opened(*args), found.leave_out([6, 17]))[0])
+        opening = loop.open_pipeline
+        patch.setattr(loop, "open_pipeline", lambda *args: (found := opening(*args), found.leave_out([6, 17]))[0])
         train(settings, tmp_path / "without")
     poison(monkeypatch, {6: "nan", 17: "wild"})
     train(settings, tmp_path / "run")
@@ -245,8 +248,8 @@ def test_a_rewound_run_is_one_that_never_met_the_batch(tmp_path, monkeypatch):
     assert [(r["batch"], r["sequence"], r["window"]) for r in looked_at] == [
         (b, n, BATCH * b + n) for b in (6, 17) for n in range(BATCH)
     ]
-    run = open_run(settings, tmp_path / "x", devices=jax.devices()[:1])
-    with_all = loop.open_pipeline(settings, run.phases[0], run.mesh)
+    run = opened(settings, tmp_path / "x")
+    with_all = loop.open_pipeline(run.plan, run.phases[0])
     for batch in range(18):
         expected = next(with_all)["tokens"]
         if batch in (6, 17):

@@ -12,15 +12,8 @@ from pe_lab.errors import UserError
 from pe_lab.model import Model
 from pe_lab.parallel import AxisRules, make_mesh
 from pe_lab.positional import Rope, build_schedule, layers
-from pe_lab.training import (
-    compile_train_step,
-    init_state,
-    make_optimizer,
-    make_shardings,
-    place_batch,
-    train_step,
-)
-from pe_lab.training.step import compile_loss
+from pe_lab.training.optimizer import make_optimizer
+from pe_lab.training.step import compile_loss, compile_train_step, init_state, make_shardings, place_batch, train_step
 
 CONFIG = ModelConfig(vocab_size=32, layers=2, d_model=16, d_ff=32, heads=2, kv_heads=2, dtype="float32")
 MODEL = Model(CONFIG)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from tiny_runs import assert_same_training, compilations_kept, losses, tiny, train, trained  # noqa: F401
 
-from pe_lab.checkpoints import open_checkpoint
-from pe_lab.config import DistillConfig, PathConfig
+from pe_lab.checkpoints.checkpoint import open_checkpoint
+from pe_lab.config import DistillConfig, TransitionConfig
 from pe_lab.errors import ConfigError
 from pe_lab.positional import Layer, NoPE
 
@@ -35,10 +35,10 @@ def test_weights_of_zero_are_plain_training(config, trained, tmp_path):  # noqa:
     "keys",
     [
         {"distill": DistillConfig(cross_entropy=0.5, logits=0.5, hidden=0.5)},
-        {"path": PathConfig(until=0.5)},
-        {"path": PathConfig(start="rope:base=100", how="pairs"), "distill": DistillConfig()},
+        {"transition": TransitionConfig(until=0.5)},
+        {"transition": TransitionConfig(start="rope:base=100", how="pairs"), "distill": DistillConfig()},
     ],
-    ids=["teacher", "path", "both"],
+    ids=["teacher", "transition", "both"],
 )
 def test_a_run_that_was_cut_goes_on_as_if_it_had_not_been(config, tmp_path, keys):
     changed = second(config, **keys)
@@ -52,8 +52,8 @@ def test_a_run_that_was_cut_goes_on_as_if_it_had_not_been(config, tmp_path, keys
     assert open_checkpoint(tmp_path / "cut/recalibrate").layers == (Layer(NoPE()), Layer(NoPE()))
 
 
-def test_the_first_step_of_a_path_is_that_of_its_start(config, trained, tmp_path):  # noqa: F811
-    train(second(config, path=PathConfig()), tmp_path / "gradual")
+def test_the_first_step_of_a_transition_is_that_of_its_start(config, trained, tmp_path):  # noqa: F811
+    train(second(config, transition=TransitionConfig()), tmp_path / "gradual")
     train(second(config, positional="rope"), tmp_path / "kept")
     gradual, kept = (losses(tmp_path / name / "recalibrate") for name in ("gradual", "kept"))
     sudden = losses(trained / "recalibrate")
@@ -66,9 +66,9 @@ def test_a_teacher_or_a_start_that_is_not_there_is_named(config, tmp_path):
     alone = dataclasses.replace(config, phases=(dataclasses.replace(first, distill=DistillConfig()),))
     with pytest.raises(ConfigError, match=r"phases\[0\] .'pretrain'.: distill.teacher is 'init'.*starts at random"):
         train(alone, tmp_path / "a")
-    alone = dataclasses.replace(config, phases=(dataclasses.replace(first, path=PathConfig()),))
-    with pytest.raises(ConfigError, match=r"path: start is 'init', and the phase starts at random"):
+    alone = dataclasses.replace(config, phases=(dataclasses.replace(first, transition=TransitionConfig()),))
+    with pytest.raises(ConfigError, match=r"transition: start is 'init', and the phase starts at random"):
         train(alone, tmp_path / "b")
-    windows = second(config, positional="nope/window=8", path=PathConfig())
-    with pytest.raises(ConfigError, match=r"phases\[1\].*path: There is no gradual way for layer 0"):
+    windows = second(config, positional="nope/window=8", transition=TransitionConfig())
+    with pytest.raises(ConfigError, match=r"phases\[1\].*transition: There is no gradual way for layer 0"):
         train(windows, tmp_path / "c")

@@ -1,7 +1,6 @@
 """Trackers: what they are given, what happens when they block or fail, and W&B's own files."""
 
 import contextlib
-import dataclasses
 import json
 import os
 import signal
@@ -20,7 +19,16 @@ from pe_lab.config import Config, LogConfig, WandbConfig
 from pe_lab.errors import ConfigError, UnsupportedError
 from pe_lab.training import trackers
 from pe_lab.training.logs import PhaseLogs
-from pe_lab.training.trackers import Background, Session, Wandb, check_trackers
+from pe_lab.training.trackers import Background, Session, Wandb, check_trackers, open_trackers
+
+
+def logs_of(directory, resume_step, left_out=(), config=None) -> PhaseLogs:
+    """The logs of a phase, with the trackers of a config."""
+
+    def opened(skip):
+        return open_trackers(Session(directory, resume_step, skip, config), print)
+
+    return PhaseLogs(directory, resume_step, left_out, trackers=opened)
 
 
 class Listed:
@@ -43,7 +51,7 @@ class Listed:
 
 def test_a_tracker_is_given_the_finite_numbers_of_metrics_and_speed_in_order(tmp_path, monkeypatch):
     monkeypatch.setitem(trackers.TRACKERS, "tensorboard", Listed)
-    logs = PhaseLogs(tmp_path, 0)
+    logs = logs_of(tmp_path, 0)
     for step in range(300):
         logs.write("metrics", {"step": step, "loss": float(step)})
     logs.write("speed", {"step": 300, "mfu_full": None, "tokens_per_second": 7, "on": True, "bad": float("nan")})
@@ -99,15 +107,14 @@ def test_a_tracker_that_fails_is_told_once_and_takes_what_it_can(where):
 
 def test_trackers_that_cannot_be_opened_are_refused(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"config.log.trackers\[1\] is 'wandbb'. Did you mean 'wandb'\?"):
-        check_trackers(LogConfig(trackers=("tensorboard", "wandbb")), tmp_path)
-    wanted = LogConfig(trackers=("wandb",), wandb=WandbConfig(mode="offline"))
-    check_trackers(wanted, tmp_path)
+        check_trackers(("tensorboard", "wandbb"), "online", tmp_path)
+    check_trackers(("wandb",), "offline", tmp_path)
     with pytest.raises(ConfigError, match="object store, where W&B writes no files"):
-        check_trackers(wanted, epath.Path("gs://bucket/run"))
+        check_trackers(("wandb",), "offline", epath.Path("gs://bucket/run"))
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UnsupportedError, match=r"pip install 'pe-lab\[wandb\]'"):
-        check_trackers(wanted, tmp_path)
-    check_trackers(dataclasses.replace(wanted, wandb=WandbConfig(mode="disabled")), tmp_path)
+        check_trackers(("wandb",), "offline", tmp_path)
+    check_trackers(("wandb",), "disabled", tmp_path)
 
 
 def history(path: Path) -> list[dict[str, float]]:
@@ -141,7 +148,7 @@ def test_wandb_has_one_run_over_phases_and_starts(tmp_path):
     """With W&B's own library, three times: 10 s."""
     for phase, resume_step, records in (("one", 0, (0, 1, 2, 3)), ("one", 2, (3, 4)), ("two", 0, (0, 1))):
         (tmp_path / phase).mkdir(exist_ok=True)
-        logs = PhaseLogs(tmp_path / phase, resume_step, config=offline())
+        logs = logs_of(tmp_path / phase, resume_step, config=offline())
         for step in records:
             logs.write("metrics", {"step": step, "loss": 0.5 * step})
         logs.close()
@@ -159,7 +166,7 @@ def test_steps_after_a_rewind_are_sent_again(tmp_path, monkeypatch):
     sessions = []
     monkeypatch.setitem(trackers.TRACKERS, "wandb", lambda session: sessions.append(session) or Listed())
     for resume_step, left_out in ((0, ()), (4, ()), (4, (5,))):
-        logs = PhaseLogs(tmp_path, resume_step, left_out, config=offline())
+        logs = logs_of(tmp_path, resume_step, left_out, config=offline())
         for step in range(resume_step + 1, 8):
             logs.write("metrics", {"step": step, "loss": 1.0})
         logs.close()
@@ -173,7 +180,7 @@ def test_a_phase_that_starts_over_sends_its_first_step_once(tmp_path, monkeypatc
     monkeypatch.setattr(Wandb, "close", lambda self: None)
     monkeypatch.setitem(trackers.TRACKERS, "wandb", Wandb)
     for last in (2, 3):
-        logs = PhaseLogs(tmp_path, 0, config=offline())
+        logs = logs_of(tmp_path, 0, config=offline())
         for step in range(last + 1):
             logs.write("metrics", {"step": step, "loss": 1.0})
         logs.close()
@@ -182,7 +189,7 @@ def test_a_phase_that_starts_over_sends_its_first_step_once(tmp_path, monkeypatc
 
 def test_trackers_end_even_if_a_log_cannot_be_written(tmp_path, monkeypatch):
     monkeypatch.setitem(trackers.TRACKERS, "tensorboard", Listed)
-    logs = PhaseLogs(tmp_path, 0)
+    logs = logs_of(tmp_path, 0)
     monkeypatch.setattr(logs._logs["metrics"], "close", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         logs.close()

@@ -25,22 +25,23 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
-from pe_lab.attention.kernels.gpu import PROGRAMS, ignore_triton_deprecation
+from pe_lab.attention.kernels.gpu import LOG2_E, PROGRAMS, filled, ignore_triton_deprecation
 from pe_lab.attention.kernels.gpu_gradient_kernel import (
     UNSEEN,
-    Static,
+    GpuGradientStatic,
     distance_gradient,
     key_gradient,
     query_gradient,
 )
-from pe_lab.attention.kernels.gpu_kernel import LOG2_E, filled
 from pe_lab.attention.key_block import FLOOR, AttentionInputs, KeyBlockGradients, check_block
 from pe_lab.errors import UnsupportedError
 
 Blocks = dict[str, tuple[jax.Array, pl.BlockSpec]]  # a kernel's arrays and their blocks, by name
 
 
-def gradient_tiles(T: int, S: int, K: int, itemsize: int, window: int | None, distances: bool) -> dict[str, Static]:
+def gradient_tiles(
+    T: int, S: int, K: int, itemsize: int, window: int | None, distances: bool
+) -> dict[str, GpuGradientStatic]:
     """The block sizes of the three kernels, by name: queries, keys and distances.
 
     Shared memory contains the blocks that a program keeps (queries and gradients of outputs, or keys and values), two
@@ -71,9 +72,9 @@ def gradient_tiles(T: int, S: int, K: int, itemsize: int, window: int | None, di
     warps = 4 if wide < 256 else 8
     sizes = {"queries": (*of_queries, 8), "keys": (*of_keys, 8), "distances": (side, side, warps)}
 
-    def of(rows: int, keys: int, warps: int) -> Static:
+    def of(rows: int, keys: int, warps: int) -> GpuGradientStatic:
         at_most = lambda size, tokens: min(size, max(16, pl.next_power_of_2(tokens)))  # noqa: E731
-        return Static(at_most(rows, T), at_most(keys, S), warps, 2, T, S, K, window)
+        return GpuGradientStatic(at_most(rows, T), at_most(keys, S), warps, 2, T, S, K, window)
 
     found = {name: of(*size) for name, size in sizes.items()}
     side = min(found["distances"].rows, found["distances"].keys)
@@ -95,20 +96,20 @@ def gpu_key_block_gradient(
 
     Args:
       query, key, value: rotated; queries scaled.
-      inputs: without rotation, noise and functions of logits. Sequences may start at different places.
+      inputs: without rotation and functions of logits. Sequences may start at different places.
       logsumexp: of all keys, of which these are a part; MASKED for queries that see none.
       inner: the sum over channels of d_out times the output of the whole attention, minus the logsumexp's gradient.
       d_out: the gradient of the output of the whole attention; rounded to the dtype of the queries.
       interpret: runs the kernels on a CPU.
 
     Raises:
-      UnsupportedError: a rotation, noise or a function of logits.
+      UnsupportedError: a rotation or a function of logits.
     """
     B, H, T, K = query.shape
     G, S = key.shape[1:3]
     check_block(H, key[None], value[None], inputs)
-    if inputs.rotation is not None or inputs.noise is not None:
-        raise UnsupportedError("the gradient of attention on a GPU takes rotated keys: no rotation inside, no noise.")
+    if inputs.rotation is not None:
+        raise UnsupportedError("the gradient of attention on a GPU takes rotated keys: no rotation inside.")
     M = H // G
     logsumexp = jnp.where(logsumexp > FLOOR, logsumexp * LOG2_E, UNSEEN)
     tokens = query, key, value, d_out.astype(query.dtype), logsumexp, inner.astype(jnp.float32)
@@ -147,7 +148,7 @@ def gpu_key_block_gradient(
 
 def _run(
     program: Callable[..., None],
-    cut: Static,
+    cut: GpuGradientStatic,
     grid: tuple[int, ...],
     arrays: Blocks,
     out: dict[str, tuple[tuple[int, ...], pl.BlockSpec]],
@@ -171,7 +172,7 @@ def _run(
 def _arrays(
     tokens: tuple[jax.Array, ...],
     inputs: AttentionInputs,
-    cut: Static,
+    cut: GpuGradientStatic,
     heads: int,
     at: Callable[..., tuple[Any, Any, Any]],
 ) -> Blocks:
@@ -230,7 +231,10 @@ def _arrays(
 
 
 def _of_distances(
-    tokens: tuple[jax.Array, ...], inputs: AttentionInputs, cut: Static, run: Callable[..., dict[str, jax.Array]]
+    tokens: tuple[jax.Array, ...],
+    inputs: AttentionInputs,
+    cut: GpuGradientStatic,
+    run: Callable[..., dict[str, jax.Array]],
 ) -> Float[Array, "H entries"]:
     """The gradients of all entries of a table [H, D] but the last."""
     query, key = tokens[:2]

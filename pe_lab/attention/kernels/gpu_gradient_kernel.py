@@ -16,14 +16,14 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pe_lab.attention.kernels.gpu_kernel import LOG2_E, distance_bias, filled, iota, key_sections, load
+from pe_lab.attention.kernels.gpu import LOG2_E, distance_bias, filled, iota, key_sections, load
 from pe_lab.attention.key_block import MASKED
 
 UNSEEN = -MASKED  # the logsumexp of queries that see no key, and of queries beyond the last
 
 
 @dataclass(frozen=True)
-class Static:
+class GpuGradientStatic:
     """Block sizes and what else a program knows when it is compiled.
 
     Attributes:
@@ -76,7 +76,7 @@ class _Keys(NamedTuple):
     segments: jax.Array | None
 
 
-class _Block(NamedTuple):
+class _LogitBlock(NamedTuple):
     """[rows, keys], or [keys, rows] in a program with keys down."""
 
     weights: jax.Array
@@ -85,10 +85,10 @@ class _Block(NamedTuple):
     far: jax.Array  # the distance of slopes
 
 
-class _Program:
+class _GradientProgram:
     """A program's arrays by name, and what its loops share. Arrays have an axis for heads if there are several."""
 
-    def __init__(self, static: Static, names: tuple[str, ...], refs: tuple[Any, ...], keys_down: bool):
+    def __init__(self, static: GpuGradientStatic, names: tuple[str, ...], refs: tuple[Any, ...], keys_down: bool):
         self.static, self.keys_down = static, keys_down
         self.ref = ref = dict(zip(names, refs, strict=True))
         self.start = ref["start"][0] if "start" in ref else 0
@@ -161,7 +161,7 @@ class _Program:
         nearest: jax.Array | None = None,
         key_bias: jax.Array | None = None,
         bias: jax.Array | None = None,
-    ) -> _Block:
+    ) -> _LogitBlock:
         """The weights of a block, and the gradients of its logits.
 
         Args:
@@ -200,7 +200,7 @@ class _Program:
             logits = jnp.where(functools.reduce(jnp.logical_and, seen), logits, MASKED)
         weights = jnp.exp2(logits * LOG2_E - of_queries(q.logsumexp))
         d_logits = weights * (product(q.d_out, k.value) - of_queries(q.inner))
-        return _Block(weights, d_logits, distance, far)
+        return _LogitBlock(weights, d_logits, distance, far)
 
     def store(self, name: str, value: jax.Array, down: jax.Array | None, head: jax.Array | None = None) -> None:
         """Stores an array of tokens, or of tokens and channels."""
@@ -220,12 +220,12 @@ def _loops(sections: tuple[tuple[Any, Any, bool], ...], add: Callable[..., Any],
     return sums
 
 
-def query_gradient(static: Static, names: tuple[str, ...], *refs: Any) -> None:
+def query_gradient(static: GpuGradientStatic, names: tuple[str, ...], *refs: Any) -> None:
     """A block of queries of one head against its visible keys: the gradients of the queries.
 
     For every query, also its part of the slope's gradient, and of that of the last entry of biases by distance.
     """
-    program = _Program(static, names, refs, keys_down=False)
+    program = _GradientProgram(static, names, refs, keys_down=False)
     ref, rows, keys, start = program.ref, static.rows, static.keys, program.start
     first_row = (static.row_blocks - 1 - pl.program_id(0)) * rows
     first_query = start + first_row
@@ -258,12 +258,12 @@ def query_gradient(static: Static, names: tuple[str, ...], *refs: Any) -> None:
         program.store(name, one, there)
 
 
-def key_gradient(static: Static, names: tuple[str, ...], *refs: Any) -> None:
+def key_gradient(static: GpuGradientStatic, names: tuple[str, ...], *refs: Any) -> None:
     """A block of keys of one key head against the queries that see it, head by head: the gradients of keys and values.
 
     Also those of biases of keys, one row for each query head.
     """
-    program = _Program(static, names, refs, keys_down=True)
+    program = _GradientProgram(static, names, refs, keys_down=True)
     ref, rows, keys, start, window = program.ref, static.rows, static.keys, program.start, static.window
     first_key = pl.program_id(0) * keys
     last_key = first_key + keys - 1
@@ -315,13 +315,13 @@ def key_gradient(static: Static, names: tuple[str, ...], *refs: Any) -> None:
         program.store(name, one, there)
 
 
-def distance_gradient(static: Static, names: tuple[str, ...], *refs: Any) -> None:
+def distance_gradient(static: GpuGradientStatic, names: tuple[str, ...], *refs: Any) -> None:
     """The sum of the gradients of logits over the blocks of one diagonal of one head, all with the same distances.
 
     Blocks are square. Keys begin so far before the queries that distances are multiples of a block plus
     row - column, wherever the queries start.
     """
-    program = _Program(static, names, refs, keys_down=False)
+    program = _GradientProgram(static, names, refs, keys_down=False)
     side, start = static.rows, program.start
     apart = (program.ref["first"][0] + pl.program_id(0)) * side
     distance = apart + iota(side)[:, None] - iota(side)[None]

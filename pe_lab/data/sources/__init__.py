@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pe_lab import storage
 from pe_lab.config import SourceConfig
-from pe_lab.data.sources.columnar import ArrowFiles, ParquetFiles
-from pe_lab.data.sources.files import JsonLines, TextFiles
+from pe_lab.data.sources.files import ArrowFiles, JsonLines, ParquetFiles, TextFiles
 from pe_lab.data.sources.hub import open_hub
 from pe_lab.data.sources.prose import open_prose
 from pe_lab.data.sources.records import Records
-from pe_lab.data.sources.source import Document, InputShard, Source
+from pe_lab.data.sources.source import DataSource, Document, InputShard
 from pe_lab.data.sources.standard_library import StandardLibrary
 from pe_lab.data.sources.tensorflow import TensorFlowDataset
 from pe_lab.errors import ConfigError, did_you_mean
@@ -23,7 +22,7 @@ FORMS = (
 )
 
 
-def open_source(config: SourceConfig) -> Source:
+def open_source(config: SourceConfig) -> DataSource:
     """The source named in a config.
 
     Raises:
@@ -39,7 +38,8 @@ def open_source(config: SourceConfig) -> Source:
     if kind not in KINDS:
         raise ConfigError(
             f"data source {config.source!r}: unknown kind {kind!r}. "
-            f"{did_you_mean(kind, (*KINDS, 'needles', 'prepared'))} Use {FORMS}, prepared:DIR or needles."
+            f"{did_you_mean(kind, (*KINDS, 'needles', 'prepared', 'grain'))} Use {FORMS}, prepared:DIR, "
+            "grain:FILE.py:FUNCTION or needles."
         )
     if bool(where) == (kind in WITHOUT_ADDRESS):
         raise ConfigError(f"data source {config.source!r} is incomplete. Use {FORMS}.")

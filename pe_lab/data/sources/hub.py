@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pe_lab.config import SourceConfig
-from pe_lab.data.sources.columnar import ArrowFiles, ParquetFiles
-from pe_lab.data.sources.files import COMPRESSED, Files, JsonLines
+from pe_lab.data.sources.files import COMPRESSED, ArrowFiles, Files, JsonLines, ParquetFiles
 from pe_lab.data.sources.records import Records
-from pe_lab.data.sources.source import Document, InputShard, Source
+from pe_lab.data.sources.source import DataSource, Document, InputShard
 from pe_lab.errors import ConfigError, DataError, StoreError, UnsupportedError, UserError, excerpt, redacted
 from pe_lab.storage import InputFile, at_home, find_files
 
@@ -61,7 +60,7 @@ def parse_address(source: str, where: str) -> Address:
     )
 
 
-def open_hub(config: SourceConfig, where: str, records: Records) -> Source:
+def open_hub(config: SourceConfig, where: str, records: Records) -> DataSource:
     """The source of `hf:`; `options` may have a `revision`: a branch, a tag or a commit.
 
     Raises:
@@ -149,7 +148,7 @@ def _inputs(source: str, files: Sequence[str]) -> list[InputFile]:
     return found
 
 
-class HubFiles(Source):
+class HubFiles(DataSource):
     """The files of a split."""
 
     def __init__(self, files: Files, builder: Any, address: Address):
@@ -169,7 +168,7 @@ class HubFiles(Source):
         return {**self._files.identity(), **_named(self._builder, self._address)}
 
 
-class StreamedDataset(Source):
+class StreamedDataset(DataSource):
     """A split that `datasets` reads, such as one of CSV files; its files are the shards."""
 
     def __init__(self, name: str, builder: Any, address: Address, records: Records):

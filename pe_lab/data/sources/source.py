@@ -27,7 +27,7 @@ class InputShard:
 
 
 @runtime_checkable
-class Source(Protocol):
+class DataSource(Protocol):
     """A corpus: documents in a fixed order."""
 
     name: str

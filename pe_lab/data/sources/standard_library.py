@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pe_lab.data.sources.source import Document, InputShard, Source, grouped
+from pe_lab.data.sources.source import DataSource, Document, InputShard, grouped
 from pe_lab.errors import DataError
 
 SHARD_BYTES = 2 * 2**20  # of modules in a shard: the whole corpus has 10 MB, and each core gets a part of it
@@ -25,7 +25,7 @@ SKIPPED_DIRECTORIES = {
 }
 
 
-class StandardLibrary(Source):
+class StandardLibrary(DataSource):
     """One document per module, and one per help topic of pydoc."""
 
     name = "stdlib"

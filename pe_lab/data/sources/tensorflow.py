@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from pe_lab.data.sources.records import Records
-from pe_lab.data.sources.source import SHARD_BYTES, Document, InputShard, Source, split_evenly
+from pe_lab.data.sources.source import SHARD_BYTES, DataSource, Document, InputShard, split_evenly
 from pe_lab.errors import ConfigError, DataError
 
 
-class TensorFlowDataset(Source):
+class TensorFlowDataset(DataSource):
     """`tfds:NAME[/CONFIG][/SPLIT]`, prepared as array_record and read without TensorFlow.
 
     The split is `train` by default. `options`: `data_dir`, the directory of the datasets.

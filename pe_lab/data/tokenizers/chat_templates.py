@@ -179,7 +179,7 @@ def _compiled(template: str) -> tuple[Any, bool]:
     def strftime_now(format: str) -> str:
         return datetime.datetime.now().strftime(format)
 
-    class Generation(jinja2.ext.Extension):
+    class GenerationBlock(jinja2.ext.Extension):
         """`{% generation %}`, which marks the assistant's answers for training: its content, between two marks."""
 
         tags = {"generation"}
@@ -193,7 +193,7 @@ def _compiled(template: str) -> tuple[Any, bool]:
             return [mark, *content, mark]
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = tojson
     del environment.filters["random"], environment.globals["lipsum"]  # a chat would not be the same twice

@@ -201,20 +201,17 @@ class Companions:
         return template
 
 
-def render_chat(template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], where: str) -> str:
+def render_marked(
+    template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], where: str
+) -> tuple[str, list[tuple[int, int]] | None]:
     """The messages rendered by a Jinja chat template, in a sandbox, with the functions that transformers provides.
+
+    Also the characters [start, stop) in each `{% generation %}`; None if there is no such block.
 
     Raises:
       UnsupportedError: jinja2 is not installed.
       DataError: a message has no role, or the template refuses the messages.
     """
-    return render_marked(template, messages, variables, where)[0]
-
-
-def render_marked(
-    template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], where: str
-) -> tuple[str, list[tuple[int, int]] | None]:
-    """`render_chat`, and the characters [start, stop) in each `{% generation %}`; None if there is no such block."""
     if not has_jinja():
         raise UnsupportedError("A chat template needs jinja2. Install it: pip install 'pe-lab[chat]'")
     for i, message in enumerate(messages):

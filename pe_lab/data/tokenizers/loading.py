@@ -7,11 +7,17 @@ from pathlib import Path
 
 from pe_lab import storage
 from pe_lab.data.tokenizers.companions import COMPANIONS, VOCABULARIES, Companions
-from pe_lab.data.tokenizers.difficult_strings import DIFFICULT
 from pe_lab.data.tokenizers.gguf import load_gguf_tokenizer
 from pe_lab.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from pe_lab.data.tokenizers.sentencepiece import SentencePieceTokenizer
-from pe_lab.data.tokenizers.tokenizer import SENTENCEPIECE_MODEL, TOKENIZER_JSON, ByteTokenizer, Tokenizer
+from pe_lab.data.tokenizers.tokenizer import (
+    DIFFICULT,
+    SENTENCEPIECE_MODEL,
+    TOKENIZER_JSON,
+    ByteTokenizer,
+    NoTokenizer,
+    Tokenizer,
+)
 from pe_lab.errors import CheckpointError, ConfigError, DataError
 from pe_lab.storage import AnyPath, read_json, write_files
 
@@ -19,7 +25,7 @@ KIND_FILE = "kind.json"  # written by `save_tokenizer`
 
 
 def load_tokenizer(specification: str) -> Tokenizer:
-    """The tokenizer named by `bytes`, `hf:PATH`, `sentencepiece:PATH`, `gguf:PATH`, or `saved:DIR` of a checkpoint.
+    """The tokenizer of `bytes`, `hf:PATH`, `sentencepiece:PATH`, `gguf:PATH`, `saved:DIR` of a checkpoint, or `none`.
 
     `hf:` takes a tokenizer.json, or a directory with a tokenizer.json or a tokenizer.model. The companion files in
     the same directory (tokenizer_config.json, generation_config.json, chat_template.jinja, ...) are loaded too.
@@ -28,14 +34,14 @@ def load_tokenizer(specification: str) -> Tokenizer:
       ConfigError: the specification is unknown.
       DataError: the file is missing or unreadable.
     """
-    if specification == "bytes":
-        return ByteTokenizer()
+    if specification in ("bytes", "none"):
+        return ByteTokenizer() if specification == "bytes" else NoTokenizer()
     kind, _, where = specification.partition(":")
     if kind not in ("saved", "hf", "sentencepiece", "gguf") or not where:
         raise ConfigError(
             f"data.tokenizer={specification!r} is not a tokenizer. "
             "Use bytes, hf:PATH/tokenizer.json, hf:DIR, gguf:FILE, sentencepiece:PATH.model or "
-            "sentencepiece:train:SIZE."
+            "sentencepiece:train:SIZE; or none, of a Grain dataset whose ids need no tokenizer."
         )
     path = storage.path("the tokenizer", where)
     if storage.is_remote(path):

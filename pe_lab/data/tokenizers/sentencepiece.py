@@ -14,8 +14,8 @@ import numpy as np
 from jaxtyping import Int32
 
 from pe_lab.data.tokenizers.companions import CONFIGURATION, AddedToken, Companions, split_at_tokens
-from pe_lab.data.tokenizers.difficult_strings import DIFFICULT
 from pe_lab.data.tokenizers.tokenizer import (
+    DIFFICULT,
     SENTENCEPIECE_MODEL,
     TOKENIZER_JSON,
     WITHOUT_END,

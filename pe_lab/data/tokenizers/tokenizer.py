@@ -1,4 +1,4 @@
-"""The interface of a tokenizer, and the tokenizer of bytes."""
+"""The interface of a tokenizer, the tokenizer of bytes, and the one that a run without strings has."""
 
 from __future__ import annotations
 
@@ -12,12 +12,62 @@ from jaxtyping import Int32
 
 from pe_lab.data.tokenizers.companions import CONFIGURATION, AddedToken, Companions, split_at_tokens
 from pe_lab.data.tokenizers.tokenizer_json import bytes_tokenizer_json
+from pe_lab.errors import UnsupportedError
 
 TOKENIZER_JSON = "tokenizer.json"
 SENTENCEPIECE_MODEL = "tokenizer.model"
 # Ends the fingerprint of a tokenizer whose files would put the end of a document into documents that spell it, so that
 # tokens which were made by them are not taken for those of `encode`.
 WITHOUT_END = "-text"
+# On which two implementations of a tokenizer often differ: to test them, and to check an exported one.
+DIFFICULT: tuple[str, ...] = (
+    "",
+    " ",
+    "  ",
+    "\n",
+    "a",
+    "Hello, world!",
+    " Hello  world   and    more     spaces ",
+    "trailing spaces   ",
+    "trailing newlines\n\n\n",
+    "\t\ttabs\tand\t spaces \t mixed\t",
+    "windows\r\nline\r\n\r\nends\rand old ones",
+    "\u00a0no-break\u00a0 \u202fnarrow\u2003em\u3000wide \u1680ogham\u2028line\u2029paragraph\x85next",
+    'def f(x: int) -> str:\n    """Doc."""\n\treturn f"{x!r:>10}"  # naïve\n\n\nclass A(B):\n        pass\n',
+    "#include <vector>\nint main() { std::vector<int> v{1,2,3}; return v[0]<<2 | ~v[1] ^ 0xFF; } // ok\n",
+    "const f = async (a, b) => `${a}/${b ?? 'x'}`; // <div class=\"a\">&amp;&lt;</div>\n",
+    "SELECT * FROM t WHERE a <> 'it''s' AND b >= 1e-9; -- ok\n",
+    "\\begin{equation} \\sum_{i=0}^{\\infty} x_i^2 \\end{equation} $\\alpha$",
+    "I'm you're we'll they'd he's can't I'VE IT'S DON'T O'Neill 'tis rock'n'roll",
+    "3.14159 1,000,000 0x1F 1e10 12 123 1234 12345678901234567890 ٣٤٥ Ⅷ ½ ² ①",
+    "1" * 100,
+    "日本語のテキスト、漢字とひらがなとカタカナ。中文文本,没有空格!한국어 텍스트입니다.",
+    "مرحبا بالعالم، كيف حالك؟ שלום עולם, מה שלומך? नमस्ते दुनिया क्षत्रिय สวัสดีชาวโลก ខ្មែរ தமிழ்",
+    "Привет, мир! Ёлка. Ελληνικά κείμενο. Việt Nam, Đặng Thị Ngọc. ÅÄÖ ß ẞ ǅ ŉ ﬁ ﬃ",
+    "e\u0301 a\u030a o\u0308\u0323 n\u0303 Z\u0351\u036b\u0343\u036a\u0302 \u1112\u1161\u11ab \u212b \u00c5",
+    "😀 👍🏽 👩‍👩‍👧‍👦 🏳️‍🌈 🇩🇪🇯🇵 ❤️ ☃ ✈︎ 🧑🏿‍🚀👨🏻‍❤️‍💋‍👨🏼",
+    "\u200bzero\u200bwidth\u200c\u200d\u2060joiner\ufeff",
+    "\ufeff",
+    "a\ufeffb \ufeff c",
+    "\x01\x02\x07\x08\x0b\x0c\x1b[31mred\x1b[0m\x7f\x80\x9f",
+    "\ue000\uf8ff\U000f0000\U0010fffd",
+    "\ufffd \ufffe \uffff",
+    "𝔘𝔫𝔦𝔠𝔬𝔡𝔢 𝟘𝟙𝟚 𐍈 𠜎 𒀀",
+    "the ▁ sign ▁▁ and ▁word ▁ Ġ Ċ and <0x0A> <0xE2>",
+    "x" * 300,
+    "Donaudampfschifffahrtselektrizitätenhauptbetriebswerkbauunterbeamtengesellschaft" * 2,
+    "aaaa aaaaa aaaaaaa bbbbbbbbbbbbbb ======== -------- ........ !!!!!!!! ######### ________",
+    "<s> </s> <unk> <pad> <s>a</s>b <s><s> </s></s>",
+    "<|endoftext|> <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
+    "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>",
+    "[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST] ok <start_of_turn>model\n<end_of_turn>",
+    "a<|endoftext|>b<|endoftext|> c <|endoftext|>\n<|endoftext|>  <|im_end|>x<|im_start|",
+    "https://user:pw@example.org:8080/a/b.html?q=1&r=%20#frag mail@example.com C:\\dir\\file.txt",
+    "Mixed日本語and English и русский と123and😀done.",
+    "UPPER lower Title camelCase snake_case kebab-case SCREAMING_SNAKE PascalCase iOS eBay",
+    "\n\n\n    \n  \t \n \n",
+    "“quotes” ‘single’ «guillemets» „low“ — em – en … ‐ hyphen ′ prime",
+)
 
 
 @runtime_checkable
@@ -29,7 +79,7 @@ class Tokenizer(Protocol):
     tokenizer adds it, unless add_special_tokens=False (after a chat template, which contains it).
     """
 
-    kind: str  # "bytes" | "hf" | "sentencepiece"
+    kind: str  # "bytes" | "hf" | "sentencepiece" | "none"
     vocab_size: int  # the largest id, plus one
     eos_id: int
     bos_id: int | None  # the first token of a prompt, if there is one
@@ -108,6 +158,41 @@ class ByteTokenizer(Tokenizer):
     def exported_files(self) -> dict[str, bytes]:
         configuration = transformers_configuration({}, eos_token=self.end.content)
         return {TOKENIZER_JSON: bytes_tokenizer_json(self.end).encode(), CONFIGURATION: configuration}
+
+
+class NoTokenizer(Tokenizer):
+    """Stands for the tokenizer of a run whose data are ids of an unknown one. Its checkpoints come without one."""
+
+    kind = "none"
+    vocab_size = 0
+    eos_id = 0  # fills windows that have no targets
+    bos_id = None
+    stop_ids = ()
+    fingerprint = "none"
+    companions = Companions("none")
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
+        raise _without_tokenizer()
+
+    def encode_prompt(self, text: str, add_special_tokens: bool = True) -> Int32[np.ndarray, " n"]:
+        raise _without_tokenizer()
+
+    def encode_with_offsets(self, text: str) -> tuple[Int32[np.ndarray, " n"], Int32[np.ndarray, "n 2"]]:
+        raise _without_tokenizer()
+
+    def decode(self, ids: Iterable[SupportsIndex], skip_special_tokens: bool = True) -> str:
+        """The ids as numbers."""
+        return " ".join(str(int(i)) for i in ids)
+
+    def files(self) -> dict[str, bytes]:
+        return {}
+
+    def exported_files(self) -> dict[str, bytes]:
+        return {}
+
+
+def _without_tokenizer() -> UnsupportedError:
+    return UnsupportedError("data.tokenizer is 'none', which encodes no strings: pass token ids.")
 
 
 def transformers_configuration(configuration: Mapping[str, Any], **defaults: Any) -> bytes:

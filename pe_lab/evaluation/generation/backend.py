@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from pe_lab.evaluation.tasks.task import Sample
 from pe_lab.evaluation.variants import Variant
 from pe_lab.language_model import LanguageModel
-from pe_lab.model import Statistics
+from pe_lab.model import GenerationStatistics
 
 BATCH = {"cpu": 8}  # sequences decoded together, at most: on a CPU more of them are no faster a token
 BATCH_ELSEWHERE = 64  # per device
@@ -90,7 +90,7 @@ class ModelBackend:
         return max(1 << (fitting.bit_length() - 1), rows)
 
     def __call__(self, samples: Sequence[Sample]) -> list[str]:
-        statistics, start = Statistics(on_tokens=self.on_tokens), time.perf_counter()
+        statistics, start = GenerationStatistics(on_tokens=self.on_tokens), time.perf_counter()
         new = max(sample.max_new_tokens for sample in samples)
         prompts = [sample.tokens for sample in samples]
         if self.crop is not None:

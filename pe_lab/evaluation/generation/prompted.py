@@ -15,12 +15,12 @@ from pe_lab.evaluation.progress import TokenProgress
 from pe_lab.evaluation.scoring.breakdowns import by_depth, by_length
 from pe_lab.evaluation.tasks.task import Sample, Task
 from pe_lab.evaluation.variants import Variant
+from pe_lab.identity import versions
 from pe_lab.parallel import compute_devices, shared
 from pe_lab.results.records import Record, RecordFile, SampleFile, SampleRecord, announced, finite, sample_key
 from pe_lab.results.statistics import mean_of
 from pe_lab.storage import AnyPath
 from pe_lab.terminal import console
-from pe_lab.training.machine import versions
 
 
 class Prompted:

@@ -12,12 +12,12 @@ from pe_lab.evaluation.lm_eval.requests import Journal
 from pe_lab.evaluation.lm_eval.task_lists import TASK_LISTS, expand_tasks, fingerprint, harness_version, open_tasks
 from pe_lab.evaluation.progress import describe_speed
 from pe_lab.evaluation.variants import Variant
+from pe_lab.identity import versions
 from pe_lab.parallel import on_first
 from pe_lab.positional import label_layers
 from pe_lab.results.records import Record, RecordFile, SampleFile, announced, digest, finite, sample_key
 from pe_lab.storage import AnyPath
 from pe_lab.terminal import console
-from pe_lab.training.machine import versions
 
 
 class Harness:

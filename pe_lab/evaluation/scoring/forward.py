@@ -19,9 +19,9 @@ from pe_lab.checkpoints.source import shardings
 from pe_lab.config import MeshConfig, ModelConfig
 from pe_lab.model import Model, Params
 from pe_lab.model.cache import cache_bytes
-from pe_lab.model.chunked_forward import ChunkedForward
 from pe_lab.model.learned import split_layers
 from pe_lab.model.loss import LOGITS, tokens_per_device, vocabulary_chunks
+from pe_lab.model.programs import ChunkedForward
 from pe_lab.parallel import (
     AxisRules,
     check_memory,
@@ -342,7 +342,7 @@ def _compute(
 ) -> jax.Array:
     if output == "losses":
         return model.token_loss(params, batch, schedule)
-    x, places = model.hidden_in_order(params, batch["tokens"], None, None, schedule)
+    x, places, _, _ = model.forward(params, batch["tokens"], None, None, schedule)
     at = batch["at"] if places is None else jnp.asarray(places)[batch["at"]]
     # Hidden states at the positions `at` alone: logits of [B, T, V] never exist.
     x = jnp.take_along_axis(x, at[..., None], axis=1)

@@ -10,16 +10,16 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from jaxtyping import Int32
 
-from pe_lab.data.sources import Source
+from pe_lab.data.sources import DataSource
 from pe_lab.errors import ConfigError, DataError
 from pe_lab.evaluation.progress import TokenProgress
 from pe_lab.evaluation.scoring.likelihood import Likelihoods
 from pe_lab.evaluation.tasks import perplexity
 from pe_lab.evaluation.variants import Variant
+from pe_lab.identity import versions
 from pe_lab.results.records import Record, RecordFile, SampleFile, SampleRecord, announced, digest, finite, sample_key
 from pe_lab.storage import AnyPath
 from pe_lab.terminal import console
-from pe_lab.training.machine import versions
 
 PROTOCOL = "documents-1"
 TOGETHER = 32  # documents measured before their records are written
@@ -41,7 +41,7 @@ class Documents:
     def __init__(
         self,
         variants: Sequence[Variant],
-        source: Source,
+        source: DataSource,
         lengths: Sequence[int],
         directory: AnyPath,
         count: int | None = None,

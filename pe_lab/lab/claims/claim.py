@@ -1,4 +1,4 @@
-"""A claim: a claim of a paper, the runs that test it, what is measured of them, and the rule of the verdict."""
+"""A claim: a sentence of a paper, the runs that test it, what is measured of them, and the rule of the verdict."""
 
 from __future__ import annotations
 

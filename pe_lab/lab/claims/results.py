@@ -18,7 +18,7 @@ from pe_lab.lab.claims.verdict import (
     REFUTED,
     UNMEASURED,
     UNTESTABLE,
-    Checked,
+    CheckedPrecondition,
     Judged,
     Judgement,
     Values,
@@ -61,7 +61,7 @@ def make_result(
     Raises:
       ConfigError: a number that a criterion names was not measured.
     """
-    from pe_lab.training.machine import machine, versions
+    from pe_lab.identity import machine, versions
 
     judgement = judge(claim.criteria, values, claim.preconditions)
     seconds = sum(each["seconds"] * len(seeds) for each in costs.values())
@@ -300,7 +300,7 @@ def _criterion(judged: Judged) -> dict[str, Any]:
     }
 
 
-def _precondition(checked: Checked) -> dict[str, Any]:
+def _precondition(checked: CheckedPrecondition) -> dict[str, Any]:
     return {
         "text": checked.precondition.text,
         "rule": checked.precondition.rule,

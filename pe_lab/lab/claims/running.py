@@ -1,9 +1,8 @@
-"""Runs of claims: the cells of all arms and seeds, trained level by level, parents first, and their numbers."""
+"""Runs of claims: the cells of all arms and seeds, trained stage by stage, parents first, and their numbers."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import math
 import re
@@ -23,9 +22,8 @@ from pe_lab.lab.claims.claim import Arm, Claim
 from pe_lab.lab.claims.measures import scores
 from pe_lab.lab.claims.verdict import Values
 from pe_lab.lab.sweeps import Runner, Sweep, run_sweep
-from pe_lab.lab.sweeps.cells import FILE, LAST_PHASE, Cell, load_sweep
+from pe_lab.lab.sweeps.cells import FILE, LAST_PHASE, SweepCell, load_sweep
 from pe_lab.lab.sweeps.state import COMPLETE, FAILED, CellState, is_trained, phases_of
-from pe_lab.parallel.mesh import AXES
 from pe_lab.recipes import explained, load_config
 from pe_lab.results.groups import SEEDS
 from pe_lab.results.records import digest, number
@@ -37,7 +35,7 @@ class OutOfTime(Exception):
 
 
 @dataclass(frozen=True)
-class Level:
+class Stage:
     """Cells that need none of each other: their arms are built on equally many others.
 
     Attributes:
@@ -49,28 +47,26 @@ class Level:
     edits: tuple[tuple[Arm, int], ...] = ()
 
     @property
-    def cells(self) -> tuple[Cell, ...]:
+    def cells(self) -> tuple[SweepCell, ...]:
         return self.sweep.asked
 
 
-def make_levels(
+def make_stages(
     claim: Claim, size: str, seeds: Sequence[int], directory: AnyPath, overrides: Mapping[str, str] | None = None
-) -> list[Level]:
+) -> list[Stage]:
     """The cells of a claim that is at this size (`Claim.at`), parents first; writes nothing.
 
     Raises:
       ConfigError: the config of an arm is wrong.
     """
     depths = sorted({arm.depth for arm in claim.all_arms})
-    return [_make_level(claim, depth, size, seeds, directory, overrides or {}) for depth in depths]
+    return [_make_stage(claim, depth, size, seeds, directory, overrides or {}) for depth in depths]
 
 
-def _make_level(
+def _make_stage(
     claim: Claim, depth: int, size: str, seeds: Sequence[int], directory: AnyPath, overrides: Mapping[str, str]
-) -> Level:
-    from pe_lab.training.inheritance import inherit
-
-    cells: list[Cell] = []
+) -> Stage:
+    cells: list[SweepCell] = []
     edits: list[tuple[Arm, int]] = []
     for arm in (arm for arm in claim.all_arms if arm.depth == depth):
         for seed in seeds:
@@ -80,10 +76,10 @@ def _make_level(
             name, reference = arm.cell(seed), arm.reference(size, directory, seed)
             keys = {**overrides, **dict.fromkeys(SEEDS, str(seed))}
             try:
-                config = load_config(reference, keys, functools.partial(inherit, workdir=directory / name))
+                config = load_config(reference, keys, inherits=True, workdir=directory / name)
             except UserError as error:
                 raise type(error)(f"arm '{arm.name}': {error}") from None
-            cells.append(Cell(name, {"arm": arm.name}, seed, reference, keys, config))
+            cells.append(SweepCell(name, {"arm": arm.name}, seed, reference, keys, config))
     described = {"recipe": f"claims-{size}", "overrides": dict(overrides), "grid": {"arm": []}, "seeds": []}
     before = load_sweep(directory).cells if exists(directory / FILE) else ()
     known = {cell.name: cell for cell in before}
@@ -96,13 +92,13 @@ def _make_level(
     names = frozenset(cell.name for cell in cells)
     others = [cell for cell in before if cell.name not in names]
     evaluation = None if claim.evaluation is None else (LAST_PHASE, *claim.evaluation)
-    return Level(Sweep(directory, (*others, *cells), names, evaluation, described), tuple(edits))
+    return Stage(Sweep(directory, (*others, *cells), names, evaluation, described), tuple(edits))
 
 
-def _edit(level: Level, show: Callable[[str], None]) -> None:
-    """Edits the parents of a level's arms; `ConfigError` with the reason of one that fails."""
-    directory = level.sweep.directory
-    for arm, seed in level.edits:
+def _edit(stage: Stage, show: Callable[[str], None]) -> None:
+    """Edits the parents of a stage's arms; `ConfigError` with the reason of one that fails."""
+    directory = stage.sweep.directory
+    for arm, seed in stage.edits:
         assert arm.parent is not None
         to = arm.start(directory, seed)
         show(f"surgery {arm.surgery} for {arm.cell(seed)}")
@@ -116,24 +112,24 @@ def _edit(level: Level, show: Callable[[str], None]) -> None:
         write_file(directory / "logs" / f"{arm.cell(seed)}.surgery.log", done.stdout)
 
 
-def unfinished(level: Level) -> list[Cell]:
+def unfinished(stage: Stage) -> list[SweepCell]:
     """The cells that are not trained."""
-    return [cell for cell in level.cells if not is_trained(level.sweep.directory / cell.name, phases_of(cell))]
+    return [cell for cell in stage.cells if not is_trained(stage.sweep.directory / cell.name, phases_of(cell))]
 
 
 def train(
     claim: Claim,
-    plan: Callable[[], list[Level]],
-    runner: Runner | None,
+    plan: Callable[[], list[Stage]],
+    runner: Runner,
     retry: bool,
     command: str,
     look: Callable[[Sequence[CellState]], None],
     deadline: float | None = None,
     show: Callable[[str], None] = print,
 ) -> tuple[list[CellState], bool]:
-    """Trains and evaluates all cells; returns the states of the last level that was begun, and whether it was stopped.
+    """Trains and evaluates all cells; returns the states of the last stage that was begun, and whether it was stopped.
 
-    Arms that are only started from are trained, and not evaluated. `plan` makes the levels.
+    Arms that are only started from are trained, and not evaluated. `plan` makes the stages.
 
     Raises:
       OutOfTime: `deadline`, by time.monotonic(), has come; the cells have saved.
@@ -147,17 +143,17 @@ def train(
     listed = {arm.name for arm in claim.arms}
     states: list[CellState] = []
     for depth in range(len(plan())):
-        # Planned anew each time: the configs of this level take over what only trained parents have.
-        level = plan()[depth]
-        if level.edits:
-            _edit(level, show)
-            level = plan()[depth]
+        # Planned anew each time: the configs of this stage take over what only trained parents have.
+        stage = plan()[depth]
+        if stage.edits:
+            _edit(stage, show)
+            stage = plan()[depth]
         for evaluated in (False, True):
-            names = frozenset(cell.name for cell in level.cells if (cell.setting["arm"] in listed) == evaluated)
+            names = frozenset(cell.name for cell in stage.cells if (cell.setting["arm"] in listed) == evaluated)
             if not names:
                 continue
             sweep = dataclasses.replace(
-                level.sweep, names=names, evaluation=level.sweep.evaluation if evaluated else None
+                stage.sweep, names=names, evaluation=stage.sweep.evaluation if evaluated else None
             )
             _, states, stopped = run_sweep(sweep, runner, retry, command, watched)
             states = [state for state in states if state.cell.name in names]
@@ -171,7 +167,7 @@ def failed(states: Sequence[CellState]) -> list[CellState]:
     return [state for state in states if state.state == FAILED]
 
 
-def collect(claim: Claim, levels: Sequence[Level], show: Callable[[str], None] = print) -> Values:
+def collect(claim: Claim, stages: Sequence[Stage], show: Callable[[str], None] = print) -> Values:
     """The numbers of all trained cells of the claim's arms, and of its references, {arm: {metric: {seed: value}}}.
 
     What a claim's own function measures is kept in `measures/CLAIM` of the directory, by the run's config and logs and
@@ -181,12 +177,12 @@ def collect(claim: Claim, levels: Sequence[Level], show: Callable[[str], None] =
     values: dict[str, dict[str, dict[int, float]]] = {
         name: {} for name in (*(arm.name for arm in claim.arms), *claim.references)
     }
-    for level in levels:
-        left = {cell.name for cell in unfinished(level)}
-        for cell in level.cells:
+    for stage in stages:
+        left = {cell.name for cell in unfinished(stage)}
+        for cell in stage.cells:
             if cell.setting["arm"] not in listed or cell.name in left:
                 continue
-            run, where = level.sweep.directory / cell.name, level.sweep.directory / "measures"
+            run, where = stage.sweep.directory / cell.name, stage.sweep.directory / "measures"
             measures: dict[str, Mapping[str, float]] = {}
             if claim.measure is scores:
                 measures[cell.setting["arm"]] = scores(run)
@@ -230,7 +226,7 @@ def records_digest(run: AnyPath, evaluated: bool) -> str:
 
 def _kept(
     path: AnyPath,
-    cell: Cell,
+    cell: SweepCell,
     key: Sequence[str],
     code: str,
     measure: Callable[[], Mapping[str, float]],
@@ -252,18 +248,18 @@ def _kept(
     return values
 
 
-def costs(levels: Sequence[Level]) -> dict[str, dict[str, float]]:
+def costs(stages: Sequence[Stage]) -> dict[str, dict[str, float]]:
     """{arm: parameters, tokens and FLOPs of one seed, and the mean seconds of its trained cells}.
 
     What cannot be known yet, since data are not prepared, is NaN.
     """
     found: dict[str, dict[str, Any]] = {}
-    for level in levels:
-        for cell in level.cells:
+    for stage in stages:
+        for cell in stage.cells:
             arm = cell.setting["arm"]
             if arm not in found:
                 found[arm] = {**_planned(cell.config), "seconds": []}
-            seconds = [_seconds(level.sweep.directory / cell.name / phase.name) for phase in cell.config.phases]
+            seconds = [_seconds(stage.sweep.directory / cell.name / phase.name) for phase in cell.config.phases]
             if all(seconds):
                 found[arm]["seconds"].append(sum(seconds))
     for each in found.values():
@@ -273,6 +269,7 @@ def costs(levels: Sequence[Level]) -> dict[str, dict[str, float]]:
 
 def _planned(config: Config) -> dict[str, float]:
     """Parameters, tokens and FLOPs of a run, on the fewest devices that its mesh divides."""
+    from pe_lab.parallel.sharding import AXES
     from pe_lab.parallel.topology import parse_topology
     from pe_lab.planning.plan import make_plan
 
@@ -304,7 +301,7 @@ def _seconds(phase: AnyPath) -> float:
     return total + last
 
 
-def flops_left(levels: Sequence[Level]) -> float:
+def flops_left(stages: Sequence[Stage]) -> float:
     """The FLOPs of the cells that are not trained."""
-    known = costs(levels)
-    return sum(known[cell.setting["arm"]]["flops"] for level in levels for cell in unfinished(level))
+    known = costs(stages)
+    return sum(known[cell.setting["arm"]]["flops"] for stage in stages for cell in unfinished(stage))

@@ -152,7 +152,7 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedPrecondition:
     """A precondition with its number over seeds."""
 
     precondition: Precondition
@@ -165,7 +165,7 @@ class Judgement(NamedTuple):
 
     judged: list[Judged]
     verdict: str
-    checked: list[Checked]
+    checked: list[CheckedPrecondition]
 
 
 def _check_terms(where: str, terms: Sequence[str]) -> None:
@@ -238,12 +238,12 @@ def _judge(criterion: Criterion, values: Values, comparisons: int, missing_is_un
     return min([one for one in each if one.outcome == outcome] or each, key=lambda one: one.found.mean)
 
 
-def _check(precondition: Precondition, values: Values) -> Checked:
+def _check(precondition: Precondition, values: Values) -> CheckedPrecondition:
     found = number(values, precondition.of)
     over = student([found[seed] for seed in sorted(found)])
     least = -math.inf if precondition.least is None else precondition.least
     most = math.inf if precondition.most is None else precondition.most
-    return Checked(precondition, over, least <= over.mean <= most)
+    return CheckedPrecondition(precondition, over, least <= over.mean <= most)
 
 
 def _compare(criterion: Criterion, values: Values, against: str, comparisons: int) -> Judged:

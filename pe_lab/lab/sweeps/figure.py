@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from pe_lab.lab.sweeps.grid import label
+from pe_lab.lab.sweeps.cells import label
 from pe_lab.lab.sweeps.table import TRAINING, VALIDATION, Setting, SweepTable, numeric
 from pe_lab.page.figure_files import render_all
 from pe_lab.page.plot import MOST

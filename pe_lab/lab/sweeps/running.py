@@ -1,4 +1,4 @@
-"""Running cells as processes: one cell under its claim, and all cells of a sweep by a runner."""
+"""Running cells as processes: one cell under its lease, and all cells of a sweep by a runner."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ from pe_lab.lab.sweeps.state import (
     read_states,
 )
 from pe_lab.output import tell_at_once
-from pe_lab.parallel.stopping import SAME_SECONDS
 from pe_lab.storage import (
     AnyPath,
     LeaseTaken,
@@ -54,7 +53,7 @@ SEVERAL_PROCESSES = (
 
 
 @dataclass(frozen=True)
-class Task:
+class CellTask:
     """A cell as a worker gets it, perhaps on another host: plain data.
 
     Attributes:
@@ -108,6 +107,8 @@ class Stop:
             yield
             return
 
+        from pe_lab.parallel.stopping import SAME_SECONDS
+
         first: tuple[int, float] | None = None
 
         def request(number: int, frame: Any) -> None:
@@ -134,7 +135,7 @@ class Stop:
 class Runner(Protocol):
     """Something that runs cells: this machine, a SLURM cluster, a Ray cluster."""
 
-    def run(self, tasks: Sequence[Task], stop: Stop, look: Callable[..., None]) -> None:
+    def run(self, tasks: Sequence[CellTask], stop: Stop, look: Callable[..., None]) -> None:
         """Runs all tasks to their ends, or until a stop. Calls `look(running, queued)` with names now and then."""
 
 
@@ -143,13 +144,13 @@ class Runner(Protocol):
 
 
 def run_task(
-    task: Task,
+    task: CellTask,
     stop: Stop,
     environment: Mapping[str, str | None] | None = None,
     cpus: frozenset[int] | None = None,
     show: Callable[[str], None] = print,
 ) -> Outcome | None:
-    """Trains a cell, or continues it, and evaluates it; returns how it ended, None if another sweep has claimed it.
+    """Trains a cell, or continues it, and evaluates it; returns how it ended, None if another sweep holds its lease.
 
     A cell that is complete, or that another sweep has seen fail meanwhile, is left alone. If a process whose sweep was
     killed still trains the cell, this waits until it has ended.
@@ -170,7 +171,7 @@ def run_task(
         show(message)
 
     try:
-        with lease(file_of(directory, task.name, "claim"), show, lose):
+        with lease(file_of(directory, task.name, "lease"), show, lose):
             outcome = read_outcome(directory, task.name)
             if is_complete(directory, task.name, task.phases, task.evaluation, outcome):
                 return Outcome(0)
@@ -186,7 +187,7 @@ def run_task(
 
 
 def _run_stages(
-    task: Task,
+    task: CellTask,
     directory: AnyPath,
     begun: float,
     before: Mapping[str, Any],
@@ -305,12 +306,12 @@ def _reason(log: Path, start: int, status: int, stage: str) -> str:
 # All cells
 
 
-def tasks_of(sweep: Sweep, retry: bool = False) -> list[Task]:
+def tasks_of(sweep: Sweep, retry: bool = False) -> list[CellTask]:
     """What is to be done of the cells that a sweep asks for: not what is complete, or has failed without `retry`."""
     ended = {COMPLETE} | (set() if retry else {FAILED})
     asked = [state for state in read_states(sweep) if state.cell.name in sweep.names and state.state not in ended]
     return [
-        Task(
+        CellTask(
             str(sweep.directory),
             state.cell.name,
             phases_of(state.cell),
@@ -326,7 +327,7 @@ def tasks_of(sweep: Sweep, retry: bool = False) -> list[Task]:
 
 def run_sweep(
     sweep: Sweep,
-    runner: Runner | None = None,
+    runner: Runner,
     retry: bool = False,
     command: str = "",
     look: Callable[[Sequence[CellState]], None] = lambda states: None,
@@ -335,7 +336,7 @@ def run_sweep(
 
     Args:
       sweep: of `make_sweep`.
-      runner: by default this machine, with as many cells at once as it has devices.
+      runner: where the cells run, such as `runners.Local()`, this machine.
       retry: whether cells that have failed are trained again.
       command: recorded in sweep.json.
       look: called with the states of all cells every second or so.
@@ -346,8 +347,6 @@ def run_sweep(
     Raises:
       UserError: the directory cannot be written, or the runner cannot run.
     """
-    from pe_lab.lab.sweeps.local import Local
-
     sweep = save_sweep(sweep, command)
     stop, known, looked = Stop(), {}, -STORE_SECONDS
 
@@ -365,7 +364,7 @@ def run_sweep(
     with stop.signals():
         watch()
         if tasks:
-            (runner or Local()).run(tasks, stop, watch)
+            runner.run(tasks, stop, watch)
     states = read_states(sweep)
     look(states)
     return sweep, states, stop.requests > 0

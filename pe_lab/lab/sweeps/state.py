@@ -1,15 +1,19 @@
-"""How far each cell of a sweep is, read from its files."""
+"""How far each cell of a sweep is, read from its files, and what a sweep shows while it runs."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
 import os
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pe_lab.lab.sweeps.cells import LOGS, Cell, Sweep
+from pe_lab import terminal
+from pe_lab.errors import UserError
+from pe_lab.lab.sweeps.cells import LOGS, Sweep, SweepCell
+from pe_lab.results.formatting import count, shortened
 from pe_lab.results.records import number
 from pe_lab.storage import AnyPath, is_remote, json_object, owner_lives, read_bytes, read_log
 
@@ -19,7 +23,7 @@ COMPLETE, RUNNING, QUEUED, STOPPED, FAILED, WAITING = "complete", "running", "qu
 # Statuses of a process that was asked to end, or ended from outside: SIGHUP, SIGINT, SIGKILL, SIGTERM.
 _FROM_OUTSIDE = (1, 2, 9, 15)
 INTERRUPTED = frozenset({os.EX_TEMPFAIL, *(-n for n in _FROM_OUTSIDE), *(128 + n for n in _FROM_OUTSIDE)})
-RENEWED_LATELY = 600.0  # seconds, by the clocks of two hosts; a claim is renewed every 15
+RENEWED_LATELY = 600.0  # seconds, by the clocks of two hosts; a lease is renewed every 15
 _TAIL = 2**14  # bytes of a log that has the last records
 
 
@@ -34,7 +38,7 @@ class CellState:
       status: of the process that failed or was stopped; None if none has ended.
     """
 
-    cell: Cell
+    cell: SweepCell
     state: str
     step: int = 0
     steps: int = 0
@@ -44,7 +48,7 @@ class CellState:
 
 
 def file_of(directory: AnyPath, name: str, kind: str) -> AnyPath:
-    """The file of a cell in the sweep's logs: its `log`, the `json` of its last outcome, or the lease `claim`."""
+    """The file of a cell in the sweep's logs: its `log`, the `json` of its last outcome, or its `lease`."""
     return directory / LOGS / f"{name}.{kind}"
 
 
@@ -62,7 +66,7 @@ def has_failed(outcome: Mapping[str, Any]) -> bool:
 
 
 def is_trained(directory: AnyPath, phases: Mapping[str, int]) -> bool:
-    """Whether all phases, {name: steps}, of a run are complete; one that was extended has more steps."""
+    """Whether all phases, {name: steps}, of a run are complete; one that was trained until a later step has more."""
     for name, steps in phases.items():
         try:
             found = json_object(read_bytes(directory / name / "phase.json")) or {}
@@ -81,7 +85,7 @@ def is_complete(
     return evaluated and is_trained(directory / name, phases)
 
 
-def phases_of(cell: Cell) -> dict[str, int]:
+def phases_of(cell: SweepCell) -> dict[str, int]:
     """{name: steps} of the phases of a cell; 0 where the data decide, as the steps of an epoch."""
     return {phase.name: 0 if phase.epochs else phase.steps for phase in cell.config.phases}
 
@@ -95,7 +99,7 @@ def read_states(
     """The states of all cells of a sweep.
 
     Args:
-      running: the names of cells that this process knows to run; other processes' claims are read.
+      running: the names of cells that this process knows to run; other processes' leases are read.
       queued: those that wait in a cluster's queue.
       known: states that are final, and not read again.
     """
@@ -103,13 +107,13 @@ def read_states(
     return [known.get(cell.name) or _read_state(sweep, cell, running, queued) for cell in sweep.cells]
 
 
-def _read_state(sweep: Sweep, cell: Cell, running: Collection[str], queued: Collection[str]) -> CellState:
+def _read_state(sweep: Sweep, cell: SweepCell, running: Collection[str], queued: Collection[str]) -> CellState:
     outcome, phases = read_outcome(sweep.directory, cell.name), phases_of(cell)
     step, loss = _progress(sweep.directory / cell.name, phases)
     steps = max(step, sum(phases.values()))
     status = outcome.get("status") if isinstance(outcome.get("status"), int) else None
     evaluation = sweep.evaluation if cell.name in sweep.names else None
-    if cell.name in running or _claimed(file_of(sweep.directory, cell.name, "claim")):
+    if cell.name in running or _is_held(file_of(sweep.directory, cell.name, "lease")):
         return CellState(cell, RUNNING, step, steps, loss)
     if is_complete(sweep.directory, cell.name, phases, evaluation, outcome):
         return CellState(cell, COMPLETE, steps, steps, loss)
@@ -122,8 +126,8 @@ def _read_state(sweep: Sweep, cell: Cell, running: Collection[str], queued: Coll
     return CellState(cell, WAITING, 0, steps)
 
 
-def _claimed(path: AnyPath) -> bool:
-    """Whether a claim looks live: its process is alive or, where that cannot be told, has renewed it lately."""
+def _is_held(path: AnyPath) -> bool:
+    """Whether a lease looks live: its process is alive or, where that cannot be told, has renewed it lately."""
     try:
         owner = json_object(read_bytes(path)) or {}
     except FileNotFoundError:
@@ -161,3 +165,103 @@ def _last_lines(path: AnyPath) -> list[bytes]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     return content[: content.rfind(b"\n") + 1].splitlines()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is shown
+
+ORDER = (RUNNING, FAILED, STOPPED, QUEUED, WAITING, COMPLETE)
+NAME = 72  # characters of a cell's name in a table
+
+
+class Board:
+    """Shows the states of the cells: a table in a terminal, elsewhere a line for each change and every ten seconds."""
+
+    def __init__(self, out: Any, live: terminal.LiveText):
+        self._out, self._live = out, live
+        self._before: dict[str, str] | None = None
+
+    def __call__(self, states: Sequence[CellState]) -> None:
+        """Shows these states."""
+        now = {state.cell.name: state.state for state in states}
+        for state in states:
+            name = state.cell.name
+            if self._before is not None and self._before.get(name) != state.state:
+                self._out.print(line(state))
+        self._before = now
+        running = [state for state in states if state.state == RUNNING]
+        self._live.update(
+            f"{counts(states)}\n{table(states)}",
+            f"{counts(states)}{': ' if running else ''}{'; '.join(map(short, running[:4]))}",
+        )
+
+
+def counts(states: Sequence[CellState]) -> str:
+    """`3 of 12 cells complete, 2 running`."""
+    found = Counter(state.state for state in states)
+    others = [f"{found[state]} {state}" for state in ORDER if found[state] and state != COMPLETE]
+    return ", ".join([f"{found[COMPLETE]} of {len(states)} cells complete", *others])
+
+
+def short(state: CellState) -> str:
+    """`NAME step 120/300 loss 3.21`."""
+    loss = "" if state.loss is None else f" loss {state.loss:.4g}"
+    return f"{state.cell.name} step {state.step}/{state.steps}{loss}"
+
+
+def line(state: CellState) -> str:
+    """A line about a cell whose state has changed."""
+    return f"{state.state:8}  {short(state)}{f': {state.error}' if state.error else ''}"
+
+
+def table(states: Sequence[CellState]) -> str:
+    """All cells, those that run first."""
+    rows = [
+        [
+            shortened(state.cell.name, NAME),
+            state.state,
+            f"{state.step}/{state.steps}",
+            "" if state.loss is None else f"{state.loss:.4f}",
+        ]
+        for state in sorted(states, key=lambda state: ORDER.index(state.state))
+    ]
+    return terminal.table(["cell", "state", "step", "loss"], rows, words=2)
+
+
+def failures(sweep: Sweep, states: Sequence[CellState]) -> list[str]:
+    """A line for each cell that has failed: the status, the error, and the file of its log."""
+    return [
+        f"FAILED {state.cell.name}, status {state.status}: {state.error} "
+        f"(log: {file_of(sweep.directory, state.cell.name, 'log')})"
+        for state in states
+        if state.state == FAILED
+    ]
+
+
+def cost(sweep: Sweep, states: Sequence[CellState]) -> str:
+    """The cells that are asked for, with parameters, training tokens and FLOPs, and the sum of what is not complete."""
+    from pe_lab.parallel.topology import parse_topology
+    from pe_lab.planning.plan import make_plan
+
+    rows, known, total = [], True, Counter()
+    for state in (state for state in states if state.cell.name in sweep.names):
+        numbers: Mapping[str, float] = {}
+        try:
+            plan = make_plan(state.cell.config, parse_topology("cpu:1"))
+        except UserError:  # its data is not prepared yet, or its mesh needs more devices
+            known = False
+        else:
+            numbers = {
+                "parameters": plan.model.num_parameters,
+                "tokens": sum(phase.tokens for phase in plan.phases),
+                "FLOPs": sum(phase.total_flops for phase in plan.phases),
+            }
+            if state.state != COMPLETE:
+                total.update({key: numbers[key] for key in ("tokens", "FLOPs")})
+        shown = [count(numbers[key]) if key in numbers else "?" for key in ("parameters", "tokens")]
+        flops = f"{numbers['FLOPs']:.2e}" if numbers else "?"
+        rows.append([state.cell.name, state.state, *shown, flops])
+    left = sum(row[1] != COMPLETE for row in rows)
+    least = "" if known else "at least "
+    tail = f"{left} cells to train: {least}{count(total['tokens'])} tokens, {least}{total['FLOPs']:.2e} FLOPs"
+    return f"{terminal.table(['cell', 'state', 'parameters', 'tokens', 'FLOPs'], rows, words=2)}\n{tail}"

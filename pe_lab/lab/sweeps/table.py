@@ -9,9 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pe_lab.errors import ConfigError, did_you_mean
-from pe_lab.lab.sweeps.cells import Cell as SweepCell
-from pe_lab.lab.sweeps.cells import Sweep
-from pe_lab.lab.sweeps.grid import label, plain, short_keys, split_values
+from pe_lab.lab.sweeps.cells import Sweep, SweepCell, label, plain, short_keys, split_values
 from pe_lab.lab.sweeps.state import is_trained, phases_of
 from pe_lab.results.comparison import last_validation
 from pe_lab.results.records import Record, number

@@ -5,21 +5,37 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from pe_lab.analysis.analysis import Analysis
 from pe_lab.errors import ConfigError
-from pe_lab.lab.theory.claims import Claim, claims
+from pe_lab.lab.theory import dope, drope, notebook, p_rope
+from pe_lab.lab.theory.statement import Statement
 from pe_lab.results.figures import Figure, HeatMaps, Line, LineCharts
 from pe_lab.results.findings import Findings
 from pe_lab.results.table import TextTable
 from pe_lab.terminal import Progress, any_seed, console
 
 PAPERS = ("p-RoPE", "DroPE", "DoPE", "pe_notebook")
-ABOUT = 50  # claims, for the progress bar
+ABOUT = 50  # statements, for the progress bar
+
+
+def statements(seed: int = 0, progress: Callable[[str], None] = lambda line: None) -> list[Statement]:
+    """Every statement, in the order of the papers.
+
+    Args:
+      seed: of all random inputs; not negative.
+      progress: receives one line per statement as soon as it is measured.
+    """
+    found = []
+    for paper in (p_rope, drope, dope, notebook):
+        for measured in paper.statements(seed):
+            progress(f"{measured.source}: {measured.verdict}")
+            found.append(measured)
+    return found
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
@@ -32,45 +48,45 @@ def _run(arguments: argparse.Namespace) -> Findings:
     with Progress(console(), "theory", ABOUT) as progress:
         done: list[str] = []
 
-        def on_claim(line: str) -> None:
+        def on_statement(line: str) -> None:
             done.append(line)
             progress.update(len(done), line)
 
-        found = claims(arguments.seed, on_claim)
+        found = statements(arguments.seed, on_statement)
     tables = [_table(paper, [one for one in found if one.source.startswith(f"{paper},")]) for paper in PAPERS]
     sentences = [_sentence(one) for one in found]
     sentences.append(_counts(found))
     numbers = {
         f"{index}/{name}": np.asarray(value) for index, one in enumerate(found) for name, value in one.numbers.items()
     }
-    metadata = {"claims": [{**dataclasses.asdict(one), "numbers": None} for one in found]}
+    metadata = {"statements": [{**dataclasses.asdict(one), "numbers": None} for one in found]}
     shapes = {str(index): one.source for index, one in enumerate(found)}
     return Findings(tuple(sentences), tuple(tables), _figures(found), numbers, shapes, metadata)
 
 
-def _counts(found: Sequence[Claim]) -> str:
-    """How many of the papers' claims hold, and of the corrected forms beside them."""
+def _counts(found: Sequence[Statement]) -> str:
+    """How many of the papers' statements hold, and of the corrected forms beside them."""
     own, forms = (
         collections.Counter(one.verdict for one in found if one.corrected == corrected) for corrected in (False, True)
     )
     return (
-        f"{own.total()} claims of the papers: {own['holds']} hold, {own['fails']} fail. "
+        f"{own.total()} statements of the papers: {own['holds']} hold, {own['fails']} fail. "
         f"{forms.total()} corrected forms beside them: {forms['holds']} hold, {forms['fails']} fail."
     )
 
 
-def _sentence(one: Claim) -> str:
+def _sentence(one: Statement) -> str:
     quote = f"The paper has: {one.quote} " if one.quote and not one.corrected else ""
     return f"{one.source}: {one.verdict}. {quote}{one.measured} {one.note}".strip()
 
 
-def _table(paper: str, found: Sequence[Claim]) -> TextTable:
-    rows = tuple((one.source.removeprefix(f"{paper}, "), one.verdict, one.statement) for one in found)
-    return TextTable(paper, ("claim", "verdict", "statement"), rows, words=3)
+def _table(paper: str, found: Sequence[Statement]) -> TextTable:
+    rows = tuple((one.source.removeprefix(f"{paper}, "), one.verdict, one.sentence) for one in found)
+    return TextTable(paper, ("statement", "verdict", "sentence"), rows, words=3)
 
 
-def _figures(found: Sequence[Claim]) -> tuple[Figure, ...]:
-    """p-RoPE's Figures 2 and 8, and DoPE's Figures 3 to 6, from the numbers of their claims."""
+def _figures(found: Sequence[Statement]) -> tuple[Figure, ...]:
+    """p-RoPE's Figures 2 and 8, and DoPE's Figures 3 to 6, from the numbers of their statements."""
     numbers = {one.source: one.numbers for one in found}
 
     def line(label: str, of: Mapping[str, Any], x: str, y: str) -> Line:
@@ -139,8 +155,6 @@ def _figures(found: Sequence[Claim]) -> tuple[Figure, ...]:
 
 
 ANALYSIS = Analysis(
-    "theory",
-    "constructions and bounds of the papers as numbers: each claim with its verdict",
     "p-RoPE, sections 3 to 6; DroPE, section 3 and appendix B; DoPE, section 4; pe_notebook",
     _options,
     _run,

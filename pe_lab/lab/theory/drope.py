@@ -1,4 +1,4 @@
-"""Claims of DroPE (Gelberg et al. 2025): definitions and arithmetic. Those on models are in `drope_models`."""
+"""Statements of DroPE (Gelberg et al. 2025): definitions and arithmetic. Those on models are in `drope_models`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from jaxtyping import Float
 
 from pe_lab.analysis.frequencies import incomplete_pairs
 from pe_lab.lab.theory import drope_models
-from pe_lab.lab.theory.claims import Claim, claim
 from pe_lab.lab.theory.positional_bias import positional_bias, positional_weights
+from pe_lab.lab.theory.statement import Statement, statement
 from pe_lab.positional import NTK, PI, Llama3, Rope, Yarn, frequencies
 
 PAPER, HEAD_DIM, BASE = "DroPE", 64, 1e4
@@ -19,17 +19,17 @@ PAPER, HEAD_DIM, BASE = "DroPE", 64, 1e4
 TOTAL_STEPS, PERPLEXITY = 16_000, {0: 23.77, 8_000: 22.42, 14_000: 21.73, 16_000: 21.72}
 
 
-def claims(seed: int = 0) -> Iterator[Claim]:
-    """Every claim of the paper."""
+def statements(seed: int = 0) -> Iterator[Statement]:
+    """Every statement of the paper."""
     yield definition_3_1()
-    yield from drope_models.claims(seed)
+    yield from drope_models.statements(seed)
     yield from incomplete_rotations()
     yield from ntk_exponent()
     yield from yarn_thresholds()
     yield latest_drop()
 
 
-def definition_3_1(length: int = 64) -> Claim:
+def definition_3_1(length: int = 64) -> Statement:
     """The weights c_ij of a diagonal head."""
     uniform, diagonal = np.tri(length) / np.arange(1, length + 1)[:, None], np.eye(length)
     c = positional_weights(length, "diagonal")
@@ -37,7 +37,7 @@ def definition_3_1(length: int = 64) -> Claim:
     of_uniform, of_diagonal = (float(positional_bias(a, c)) for a in (uniform, diagonal))
     # A linear function of each query's weights is largest at the key with the largest c.
     maximal = bool((c[1:].argmax(1) == np.arange(1, length)).all())
-    return claim(
+    return statement(
         f"{PAPER}, Definition 3.1",
         "Weights c_ij of 1 on the diagonal and -1/(i - 1) elsewhere are centred, and a diagonal head maximizes the "
         "positional bias A^c.",
@@ -55,7 +55,7 @@ def definition_3_1(length: int = 64) -> Claim:
     )
 
 
-def incomplete_rotations(context: int = 32_000) -> Iterator[Claim]:
+def incomplete_rotations(context: int = 32_000) -> Iterator[Statement]:
     """The pairs that never complete a rotation within a context (Section 4.1)."""
     inv_freq = frequencies(Rope(BASE), HEAD_DIM)[0]
     count, rotations = incomplete_pairs(inv_freq, context), inv_freq * context / (2 * math.pi)
@@ -71,7 +71,7 @@ def incomplete_rotations(context: int = 32_000) -> Iterator[Claim]:
         "pairs_at_that_context": incomplete_pairs(inv_freq, longest),
         "base_for_five": base,
     }
-    yield claim(
+    yield statement(
         f"{PAPER}, Section 4.1",
         f"With base 10,000 and {HEAD_DIM} channels, at least five pairs never complete a rotation in {context:,} "
         "tokens.",
@@ -80,7 +80,7 @@ def incomplete_rotations(context: int = 32_000) -> Iterator[Claim]:
         numbers,
         f"The argument needs one such pair, and there are {count}.",
     )
-    yield claim(
+    yield statement(
         f"{PAPER}, Section 4.1, corrected",
         f"With base 10,000 and {HEAD_DIM} channels, at least five pairs never complete a rotation in {longest:,} "
         "tokens or fewer.",
@@ -102,13 +102,13 @@ def _gamma(scaling: NTK | PI | Yarn | Llama3) -> Float[np.ndarray, " R"]:
     return scaled / plain
 
 
-def ntk_exponent(factor: float = 2.0) -> Iterator[Claim]:
+def ntk_exponent(factor: float = 2.0) -> Iterator[Statement]:
     """The exponent of NTK-aware scaling, with m from 1 (as the paper counts) and from 0."""
     ntk = _gamma(NTK(factor))
     for first in (1, 0):
         gamma = ntk_formula(factor, first)
         off = np.abs(gamma - ntk).max()
-        yield claim(
+        yield statement(
             f"{PAPER}, eq. 3 and 10" + ("" if first else ", corrected"),
             f"NTK-aware scaling multiplies frequency m by (1/s)^(2{'m' if first else '(m - 1)'} / (d - 2)), with m "
             + "counted from 1.",
@@ -132,12 +132,12 @@ def yarn_formula(
     return (1 - kept) / factor + kept
 
 
-def yarn_thresholds(factor: float = 2.0, length: int = 2048) -> Iterator[Claim]:
+def yarn_thresholds(factor: float = 2.0, length: int = 2048) -> Iterator[Statement]:
     """Equation 11 with thresholds on the frequency, as it has them, and on the rotations within the training length."""
     inv_freq = frequencies(Rope(BASE), HEAD_DIM)[0]
     yarn, pi = _gamma(Yarn(factor, length)), _gamma(PI(factor))
     gamma = yarn_formula(inv_freq, factor)
-    yield claim(
+    yield statement(
         f"{PAPER}, eq. 11",
         "YaRN's factor is 1/s for frequencies below p = 1, 1 above q = 32 and a ramp between.",
         f"No RoPE frequency exceeds 1, so every factor is 1/s: the largest difference from PI is "
@@ -167,7 +167,7 @@ def yarn_thresholds(factor: float = 2.0, length: int = 2048) -> Iterator[Claim]:
         "difference_inside_ramp": np.abs(gamma - yarn)[~outside].max(),
         "gamma": gamma,
     }
-    yield claim(
+    yield statement(
         f"{PAPER}, eq. 11, corrected",
         "YaRN's factor is 1/s for pairs of fewer than p = 1 rotations in the training length, 1 for more than q = 32 "
         "and a ramp between.",
@@ -180,13 +180,13 @@ def yarn_thresholds(factor: float = 2.0, length: int = 2048) -> Iterator[Claim]:
     )
 
 
-def latest_drop() -> Claim:
+def latest_drop() -> Statement:
     """The ablation of the training step of the drop (Section D.1), by its own table."""
     steps_left = [TOTAL_STEPS - step for step in PERPLEXITY]
     values = list(PERPLEXITY.values())
     best = min(PERPLEXITY, key=lambda step: PERPLEXITY[step])
     latest = max(step for step in PERPLEXITY if step < TOTAL_STEPS)
-    return claim(
+    return statement(
         f"{PAPER}, Section D.1",
         "Dropping the positional encoding at the very end of pretraining (DroPE @ 16K) yields the best validation "
         "perplexity, and earlier dropping steadily degrades it.",

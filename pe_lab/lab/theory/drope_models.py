@@ -1,18 +1,17 @@
-"""Claims of DroPE (Gelberg et al. 2025) on attention blocks and models, measured in small pe_lab models in float32."""
+"""Statements of DroPE (Gelberg et al. 2025) on attention and models, measured in small pe_lab models in float32."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from pe_lab.lab.theory import drope_lemmas
-from pe_lab.lab.theory.claims import Claim, claim
 from pe_lab.lab.theory.positional_bias import (
     HEADS,
     LAYERS,
@@ -28,6 +27,7 @@ from pe_lab.lab.theory.positional_bias import (
     schedule_of,
     small_model,
 )
+from pe_lab.lab.theory.statement import Statement, statement
 from pe_lab.model import Model, Params
 from pe_lab.positional import Encoding, NoPE, Rope, Schedule, frequencies
 
@@ -36,13 +36,14 @@ ROUNDING = 1e-5  # float32 sums of a few hundred terms are off by less, relative
 PREFIXES, PATTERNS = (16, 64, 256), ("diagonal", "previous")
 
 
-def claims(seed: int = 0) -> Iterator[Claim]:
-    """The claims on attention blocks and models."""
+def statements(seed: int = 0) -> Iterator[Statement]:
+    """The statements on attention blocks and models."""
     yield from constant_sequence(seed)
     yield lemma_b_2(seed)
     yield from theorem_3_4(seed)
     yield small_variance(seed)
-    yield from drope_lemmas.claims(seed)
+    yield lemma_b_4(seed)
+    yield propositions_b_3_and_b_5(seed)
 
 
 def patterns() -> Float[np.ndarray, "C T T"]:
@@ -83,7 +84,7 @@ def loss_gradients(
     return float(found[0]), np.asarray(found[1])
 
 
-def constant_sequence(seed: int) -> Iterator[Claim]:
+def constant_sequence(seed: int) -> Iterator[Statement]:
     """A sequence of one repeated token, without encoding and with RoPE."""
     model, params = small_model(), initial_parameters(seed)
     rng = np.random.default_rng((seed, 32))
@@ -107,7 +108,7 @@ def constant_sequence(seed: int) -> Iterator[Claim]:
     nope, rope = found["nope"], found["rope"]
     numbers = {f"{name}_{key}": value for name, of in found.items() for key, value in of.items() if key != "layers"}
     share = nope["loss_gradient"] / nope["loss_gradient_varied"]
-    yield claim(
+    yield statement(
         f"{PAPER}, Proposition 3.2",
         "On a constant sequence a NoPE model has (1) uniform attention, (2) no gradients of the loss by queries and "
         "keys, (3) no positional bias and no gradient of it, and (4) constant outputs.",
@@ -118,7 +119,7 @@ def constant_sequence(seed: int) -> Iterator[Claim]:
         max(nope["not_uniform"], share, nope["bias"], nope["bias_gradient"], nope["not_constant"]) < ROUNDING,
         {**numbers, "nope_loss_gradient_share": share},
     )
-    yield claim(
+    yield statement(
         f"{PAPER}, Remark B.1",
         "On a constant sequence a RoPE model has constant outputs too (4), but no uniform attention (1), and a "
         "positional bias with a gradient (3).",
@@ -128,7 +129,7 @@ def constant_sequence(seed: int) -> Iterator[Claim]:
         numbers,
     )
     share = rope["loss_gradient"] / rope["loss_gradient_varied"]
-    yield claim(
+    yield statement(
         f"{PAPER}, Remark B.1, part (2)",
         "On a constant sequence, the loss of a RoPE model has gradients by its queries and keys.",
         f"It has none: they are {share:.1e} of those on a random sequence, which is rounding.",
@@ -140,7 +141,7 @@ def constant_sequence(seed: int) -> Iterator[Claim]:
     yield proposition_3_3(params, embedded, rope["layers"])
 
 
-def proposition_3_3(params: Params, embedded: Float[np.ndarray, "B T D"], layers: list[LayerMeasurement]) -> Claim:
+def proposition_3_3(params: Params, embedded: Float[np.ndarray, "B T D"], layers: list[LayerMeasurement]) -> Statement:
     """With c_ij = alpha_ij - 1/i, RoPE has a positive A^c and a gradient on a constant sequence (B.2)."""
     mean = np.tri(LENGTH) / np.arange(1, LENGTH + 1)[:, None]
     bias, gradient = [], []
@@ -150,7 +151,7 @@ def proposition_3_3(params: Params, embedded: Float[np.ndarray, "B T D"], layers
         for head in range(HEADS):
             bias.append(measured.bias[0, head, head])
             gradient.append(math.hypot(measured.query_gradient[0, head, head], measured.key_gradient[0, head, head]))
-    return claim(
+    return statement(
         f"{PAPER}, Proposition 3.3",
         "On a constant sequence a RoPE head has positional weights, c_ij = alpha_ij - 1/i, with A^c > 0 and a gradient "
         "that is not 0.",
@@ -174,7 +175,7 @@ def flattest_logits(inv_freq: Float[np.ndarray, " R"], length: int) -> float:
     return float(np.linalg.svd(design - design.mean(0), compute_uv=False)[-1] / math.sqrt(length))
 
 
-def lemma_b_2(seed: int, heads: int = 256, widths: tuple[int, ...] = (4, 8, 64)) -> Claim:
+def lemma_b_2(seed: int, heads: int = 256, widths: tuple[int, ...] = (4, 8, 64)) -> Statement:
     """RoPE's logits on a constant sequence are not constant."""
     rng = np.random.default_rng((seed, 202))
     spread, flattest = [], []
@@ -184,7 +185,7 @@ def lemma_b_2(seed: int, heads: int = 256, widths: tuple[int, ...] = (4, 8, 64))
         logits = ((q * np.conj(k)) @ np.exp(1j * np.multiply.outer(inv_freq, np.arange(K + 1)))).real
         spread.append(float((np.ptp(logits, axis=1) / np.abs(q * np.conj(k)).sum(1)).min()))
         flattest.append(flattest_logits(inv_freq, K + 1))
-    return claim(
+    return statement(
         f"{PAPER}, Lemma B.2",
         "The logits of a RoPE head on a constant sequence of more than d_k tokens are not all equal, unless every pair "
         "has a query or a key of 0.",
@@ -236,7 +237,7 @@ def slopes(found: dict[str, np.ndarray], name: str) -> Float[np.ndarray, "seeds 
     )
 
 
-def theorem_3_4(seed: int, seeds: int = 3) -> Iterator[Claim]:
+def theorem_3_4(seed: int, seeds: int = 3) -> Iterator[Statement]:
     """NoPE's positional bias vanishes linearly with the spread of the embeddings; RoPE's does not."""
     deviations = np.geomspace(1e-4, 1e-1, 5)
     nope, rope = (by_spread(e, range(seed, seed + seeds), deviations) for e in (NoPE(), Rope()))
@@ -250,7 +251,7 @@ def theorem_3_4(seed: int, seeds: int = 3) -> Iterator[Claim]:
     curves = {"deviation": deviations, "epsilon": nope["epsilon"][..., -1].mean((0, 1))}
     curves |= {f"nope_{name}": nope[name][..., -1].mean((0, 1)) for name in names}
     curves |= {f"rope_{name}": rope[name][..., -1].mean((0, 1)) for name in names}
-    yield claim(
+    yield statement(
         f"{PAPER}, Theorem 3.4",
         "In a NoPE model the prefix spread of every layer, |A^c|, and its gradients by W_Q and W_K are at most C1, C2 "
         "and C3 times the spread epsilon of the first attention's input, with constants that do not grow with the "
@@ -275,7 +276,7 @@ def theorem_3_4(seed: int, seeds: int = 3) -> Iterator[Claim]:
     names = ("bias", "gradient")
     largest = {name: float(np.abs(slopes(rope, name)).max()) for name in names}
     ratio = {name: float((rope[name] / nope[name])[:, :, 0, -1].min()) for name in names}
-    yield claim(
+    yield statement(
         f"{PAPER}, Theorem 3.4, RoPE",
         "The theorem explains the difference between RoPE and NoPE: with RoPE the positional bias and its gradients do "
         "not vanish with the spread of the embeddings.",
@@ -293,7 +294,7 @@ def theorem_3_4(seed: int, seeds: int = 3) -> Iterator[Claim]:
     )
 
 
-def small_variance(seed: int, deviations: tuple[float, ...] = (2e-1, 2e-2, 2e-3)) -> Claim:
+def small_variance(seed: int, deviations: tuple[float, ...] = (2e-1, 2e-2, 2e-3)) -> Statement:
     """Independent embeddings of small variance are not close to each other once they are normalized."""
     model, params = small_model(), initial_parameters(seed)
     rng = np.random.default_rng((seed, 340))
@@ -305,7 +306,7 @@ def small_variance(seed: int, deviations: tuple[float, ...] = (2e-1, 2e-2, 2e-3)
         before.append(float(prefix_spread(np.asarray(x))[0]))
         after.append(float(prefix_spread(np.asarray(block.attention_norm(x)))[0]))
     share = [x / math.sqrt(WIDTH) for x in after]
-    return claim(
+    return statement(
         f"{PAPER}, Section 3.1",
         "Entries of the embeddings are drawn with a small variance, so the token embeddings are close to uniform at "
         "the beginning of training, as Theorem 3.4 asks of the hidden states that enter attention.",
@@ -316,4 +317,128 @@ def small_variance(seed: int, deviations: tuple[float, ...] = (2e-1, 2e-2, 2e-3)
         {"deviation": deviations, "spread": before, "normalized_spread": after, "share_of_norm": share},
         "The theorem's h is the output of that norm. Its condition asks for embeddings that share a large common "
         "vector, not for small ones. The initializer range of 0.02 (Table 4) is a standard deviation in transformers.",
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The lemmas of the proof of Theorem 3.4 (appendix B.3), with constants computed from the weights
+
+SLACK = 1 + 1e-6  # hidden states come from float32
+
+
+def softmax(x: Float[np.ndarray, "*batch n"]) -> Float[np.ndarray, "*batch n"]:
+    """The softmax over the last axis; entries of -inf have weight 0."""
+    weights = np.exp(x - x.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def softmax_change(
+    a: Float[np.ndarray, "*batch n"], b: Float[np.ndarray, "*batch n"]
+) -> Float[np.ndarray, "*batch"] | float:
+    """|softmax(a + b) - softmax(a)|_1 over max |b|: at most 1 by Lemma B.4."""
+    return np.abs(softmax(a + b) - softmax(a)).sum(-1) / np.abs(b).max(-1)
+
+
+def tightest_change(size: float) -> tuple[Float[np.ndarray, " n"], Float[np.ndarray, " n"]]:
+    """Logits and a change of them that reach the bound of Lemma B.4 as `size` goes to 0: two equal weights."""
+    return np.zeros(2), np.array([size, -size])
+
+
+def lemma_b_4(seed: int, draws: int = 20_000, entries: int = 12) -> Statement:
+    """The softmax is 1-Lipschitz from the largest to the summed absolute difference."""
+    rng = np.random.default_rng((seed, 204))
+    scale = 10 ** rng.uniform(-3, 2, (2, draws, 1))
+    ratio = softmax_change(*(scale * rng.standard_normal((2, draws, entries)))).max()
+    tight = float(softmax_change(*tightest_change(1e-4)))
+    return statement(
+        "DroPE, Lemma B.4",
+        "|softmax(a + b) - softmax(a)|_1 is at most max |b|.",
+        f"Over {draws:,} random a and b of {entries} entries the ratio is at most {ratio:.3f}; for two equal weights "
+        f"and a small change it is {tight:.8f}, so the constant 1 is the least possible.",
+        max(ratio, tight) <= 1 and tight > 0.999,
+        {"draws": draws, "entries": entries, "largest_ratio": ratio, "tightest_ratio": tight},
+    )
+
+
+class Ratios(NamedTuple):
+    """The left sides of three bounds over their right sides; at most 1 where the bounds hold.
+
+    Attributes:
+      logits: |s_ij - mean of s_i| by B^2 sqrt(H) Delta (Proposition B.3).
+      weights: |alpha_i - u_i|_1 by the same (eq. 12).
+      outputs: |z_i - mean of v| by B^3 sqrt(H) Delta^2 (eq. 13).
+    """
+
+    logits: float
+    weights: float
+    outputs: float
+
+
+def spread_ratios(
+    w_q: Float[np.ndarray, "D K"],
+    w_k: Float[np.ndarray, "D K"],
+    w_v: Float[np.ndarray, "D K"],
+    hidden: Float[np.ndarray, "T D"],
+) -> Ratios:
+    """How near a NoPE head comes to the bounds, for hidden states of norm sqrt(D).
+
+    B^2 and B^3 are products of the operator norms of the head's own projections, and sqrt(H) is sqrt(D / K).
+    """
+    h, (D, K) = np.asarray(hidden, np.float64), w_q.shape
+    q, k, v = (h @ np.asarray(w, np.float64) for w in (w_q, w_k, w_v))
+    norms = [float(np.linalg.norm(np.asarray(w, np.float64), 2)) for w in (w_q, w_k, w_v)]
+    visible = np.tri(len(h), dtype=bool)
+    counts = np.arange(1, len(h) + 1)[:, None]
+    logits = q @ k.T / math.sqrt(K)
+    mean = np.where(visible, logits, 0).sum(1, keepdims=True) / counts
+    weights = softmax(np.where(visible, logits, -np.inf))
+    bound = norms[0] * norms[1] * math.sqrt(D / K) * float(prefix_spread(h))
+    means_of_v = np.cumsum(v, axis=0) / counts
+    return Ratios(
+        float(np.abs(np.where(visible, logits - mean, 0)).max() / bound),
+        float(np.abs(weights - visible / counts).sum(1).max() / bound),
+        float(np.linalg.norm(weights @ v - means_of_v, axis=1).max() / (norms[2] * float(prefix_spread(h)) * bound)),
+    )
+
+
+def opposite_states(width: int = 8) -> tuple[Float[np.ndarray, "D K"], Float[np.ndarray, "T D"]]:
+    """A projection and two hidden states for which Proposition B.3 is an equality."""
+    h = np.zeros((2, width))
+    h[:, 0] = math.sqrt(width), -math.sqrt(width)
+    return np.eye(width), h
+
+
+def propositions_b_3_and_b_5(seed: int, deviations: tuple[float, ...] = (1e-3, 1e-1, 1e1)) -> Statement:
+    """Proposition B.3 and equations 12 and 13 on the heads of a model."""
+    params = initial_parameters(seed)
+    embedded = embeddings_near_one_vector(seed, np.array(deviations))
+    no_patterns = np.zeros((1, LENGTH, LENGTH))
+    found = []
+    for n, measured in enumerate(measured_layers(params, NoPE(), embedded, no_patterns)):
+        attention = {name: np.asarray(params["layers"]["attention"][name][n]) for name in ("query", "key", "value")}
+        for head in range(HEADS):
+            projections = [w[:, head] for w in attention.values()]
+            found += [spread_ratios(*projections, hidden) for hidden in measured.hidden]
+    largest = Ratios(*np.max(found, axis=0).tolist())
+    projection, states = opposite_states()
+    tight = spread_ratios(projection, projection, projection, states).logits
+    return statement(
+        "DroPE, Proposition B.3, eq. 12 and 13",
+        "Logits, weights and outputs of a NoPE head differ from those of uniform attention by at most B^2 sqrt(H) "
+        "Delta, B^2 sqrt(H) Delta and B^3 sqrt(H) Delta^2, with B from the operator norms of its projections and Delta "
+        "the prefix spread.",
+        f"In {LAYERS * HEADS} heads, with embeddings from nearly equal to independent, the left sides reach "
+        f"{largest.logits:.2f}, {largest.weights:.2f} and {largest.outputs:.2f} of the right ones. Two opposite hidden "
+        f"states make the first bound an equality ({tight:.6f}).",
+        max(largest) <= SLACK and abs(tight - 1) < 1e-9,
+        {
+            "heads": LAYERS * HEADS,
+            "deviation": deviations,
+            "logits": largest.logits,
+            "weights": largest.weights,
+            "outputs": largest.outputs,
+            "tightest_logits": tight,
+        },
+        "The statement's sqrt(H) is sqrt(d / d_k), so it needs d = H d_k. The first sum of the proof should be "
+        "subtracted; what follows is right.",
     )

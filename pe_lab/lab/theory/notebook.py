@@ -1,4 +1,4 @@
-"""Claims of the notebook "Advanced Positional Embeddings for Long-Context Generalization".
+"""Statements of the notebook "Advanced Positional Embeddings for Long-Context Generalization".
 
 Its test gives every token the query and the key of all-ones vectors, and counts the queries whose largest logit is at
 their own position. Its formulas are pe_lab's `NotebookBias`, `NotebookYarn` and `NotebookNTK`.
@@ -13,9 +13,10 @@ from collections.abc import Iterator
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from pe_lab.lab.theory.claims import Claim, claim
 from pe_lab.lab.theory.rotary import BASE, HEAD_DIM, Distances, channels, pairs, rotated
-from pe_lab.positional import NTK, NoPE, NotebookBias, NotebookNTK, NotebookYarn, Rope, frequencies
+from pe_lab.lab.theory.statement import Statement, statement
+from pe_lab.positional import NTK, NoPE, Rope, frequencies
+from pe_lab.positional.notebook import NotebookBias, NotebookNTK, NotebookYarn
 
 PAPER = "pe_notebook"
 TRAINED, TESTED, FIGURE = 128, 12_092, 4_096  # tokens; the figure's label says 4,096 and its code 12,092
@@ -29,8 +30,8 @@ SCHEMES = {
 Scheme = Rope | NoPE | NotebookBias | NotebookYarn
 
 
-def claims(seed: int = 0) -> Iterator[Claim]:
-    """Every claim of the notebook."""
+def statements(seed: int = 0) -> Iterator[Statement]:
+    """Every statement of the notebook."""
     yield accuracy_table()
     yield from can_the_test_fail(seed)
     yield from ntk_speed()
@@ -91,14 +92,14 @@ def accuracy(scheme: Scheme, length: int, vector: Float[np.ndarray, " K"]) -> fl
     return float((right[:TRAINED].sum() + right[TRAINED:].mean() * (length - TRAINED)) / length)
 
 
-def accuracy_table() -> Claim:
+def accuracy_table() -> Statement:
     """The notebook's table, recomputed."""
     ones, printed = np.ones(HEAD_DIM), {name: (1.0, 0.0106 if name == "notebook_bias" else 1.0) for name in SCHEMES}
     found = {
         name: (accuracy(scheme, TRAINED, ones), accuracy(scheme, TESTED, ones)) for name, scheme in SCHEMES.items()
     }
     same = all(np.allclose(found[name], printed[name], atol=5e-5) for name in SCHEMES)
-    return claim(
+    return statement(
         f"{PAPER}, table of accuracies",
         f"With q = k = ones, the share of queries with the largest logit at their own position is 1 for all schemes at "
         f"{TRAINED} tokens, and at {TESTED:,} tokens 0.0106 for its NoPE and 1 for RoPE, its YaRN and its NTK.",
@@ -155,7 +156,7 @@ def retrieval_accuracy(
     return right / trials
 
 
-def can_the_test_fail(seed: int, vectors: int = 20, length: int = 512, distance: int = 5) -> Iterator[Claim]:
+def can_the_test_fail(seed: int, vectors: int = 20, length: int = 512, distance: int = 5) -> Iterator[Statement]:
     """Whether any rotation can fail the notebook's test, and what two tests that can be failed find."""
     rng = np.random.default_rng((seed, 1))
     random = [rng.standard_normal(HEAD_DIM) for _ in range(vectors)]
@@ -170,7 +171,7 @@ def can_the_test_fail(seed: int, vectors: int = 20, length: int = 512, distance:
     by_content = {
         name: [retrieval_accuracy(s, at, rng) for at in ranges] for name, s in (rotations | {"nope": NoPE()}).items()
     }
-    yield claim(
+    yield statement(
         f"{PAPER}, its test",
         "Flawless accuracy in the test with q = k is proof that relative, rotation-based encodings generalize to "
         "longer sequences.",
@@ -201,7 +202,7 @@ def can_the_test_fail(seed: int, vectors: int = 20, length: int = 512, distance:
         "uses slow pairs, and loses less.",
     )
     bare = [accuracy(NoPE(), tokens, np.ones(HEAD_DIM)) for tokens in (TRAINED, length)]
-    yield claim(
+    yield statement(
         f"{PAPER}, its test without encoding",
         "NoPE is accurate within its training length and collapses beyond it.",
         f"Without encoding all logits are equal and argmax returns the first, so the accuracy is one query of all: "
@@ -212,12 +213,12 @@ def can_the_test_fail(seed: int, vectors: int = 20, length: int = 512, distance:
     )
 
 
-def ntk_speed(factor: float = 8.0) -> Iterator[Claim]:
+def ntk_speed(factor: float = 8.0) -> Iterator[Statement]:
     """The direction of the notebook's NTK-aware scaling."""
     plain = frequencies(Rope(BASE), HEAD_DIM)[0]
     for name, scaling in (("", NotebookNTK(factor)), (", corrected", NTK(factor))):
         ratio = frequencies(Rope(BASE, scaling=scaling), HEAD_DIM)[0] / plain
-        yield claim(
+        yield statement(
             f"{PAPER}, NTK-aware RoPE{name}",
             f"Multiplying frequency i by gamma^({'-2i/(d - 2)' if name else '2i/d'}) makes low frequencies rotate more "
             "slowly.",
@@ -227,7 +228,7 @@ def ntk_speed(factor: float = 8.0) -> Iterator[Claim]:
         )
 
 
-def yarn_clock() -> Iterator[Claim]:
+def yarn_clock() -> Iterator[Statement]:
     """What the notebook's YaRN does to positions."""
     scheme = NotebookYarn()
     at = np.arange(1, 512)
@@ -238,7 +239,7 @@ def yarn_clock() -> Iterator[Claim]:
         for name, s in (("notebook_yarn", scheme), ("rope", Rope()))
     }
     change = {name: float(np.ptp(x)) for name, x in scores.items()}
-    yield claim(
+    yield statement(
         f"{PAPER}, YaRN, relative distances",
         "Its YaRN is relative: scores depend on the distance alone.",
         f"With its YaRN the score of equal vectors {keys_back} tokens apart changes by {change['notebook_yarn']:.3f} "
@@ -248,7 +249,7 @@ def yarn_clock() -> Iterator[Claim]:
         "It rotates by n m(n), which is not linear in n near the training length and has another rate beyond it. YaRN "
         "itself is relative.",
     )
-    yield claim(
+    yield statement(
         f"{PAPER}, YaRN, transition",
         "It passes smoothly from a rate of alpha within the training length to beta beyond it.",
         f"A token advances the position by {speed[:100].mean():.2f} before the transition, by "
@@ -260,13 +261,13 @@ def yarn_clock() -> Iterator[Claim]:
     )
 
 
-def bias_of_nope() -> Iterator[Claim]:
+def bias_of_nope() -> Iterator[Statement]:
     """The bias that the notebook calls NoPE."""
     scheme = NotebookBias()
     inside, outside = scheme.strength, 0.0
     removed = dataclasses.replace(scheme, strength=0.0)
     with_bias, without = (accuracy(s, TRAINED, np.ones(HEAD_DIM)) for s in (scheme, removed))
-    yield claim(
+    yield statement(
         f"{PAPER}, NoPE",
         "NoPE adds a learned bias b_ij that depends on i - j only, so it extends to longer sequences.",
         f"At distance 0 its code adds {inside:g} below position {scheme.original_length} and {outside:g} after it. "

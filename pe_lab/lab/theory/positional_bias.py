@@ -79,7 +79,8 @@ def positional_bias(
 def prefix_spread(hidden: Float[np.ndarray, "*batch T D"]) -> Float[np.ndarray, "*batch"] | float:
     """The largest distance between a hidden state and the mean of a prefix that contains it (Theorem 3.4), in float64.
 
-    Spreads of 1e-9 are measured here; `bias_gradients.prefix_spread` is float32, with memory linear in the length.
+    Spreads of 1e-9 are measured here. `prefix_spread` of `pe_lab.analysis.positional_bias` is float32, with memory
+    linear in the length.
     """
     h = np.asarray(hidden, np.float64)
     h = h - h[..., :1, :]  # so that small differences are not lost in squares

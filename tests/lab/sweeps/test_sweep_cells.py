@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from tiny_runs import REPOSITORY, write_recipe
 
+from pe_lab import recipes
 from pe_lab.config import to_json
 from pe_lab.errors import ConfigError, DataError
 from pe_lab.lab.sweeps import load_sweep, make_sweep, parse_axis, save_sweep, summarize
 from pe_lab.lab.sweeps.state import phases_of
 from pe_lab.recipes import load_config
-from pe_lab.training import inheritance
 
 RATE = "phases.0.optimizer.learning_rate"
 
@@ -59,7 +59,7 @@ def test_without_seeds_the_recipes_are_kept(recipe, tmp_path):
 def test_a_cell_inherits_what_its_recipe_leaves_to_a_checkpoint(recipe, tmp_path, monkeypatch):
     short = Path(recipe).with_name("short.py")
     short.write_text(Path(recipe).read_text().replace(" d_ff=32,", ""))
-    monkeypatch.setattr(inheritance, "_of_checkpoint", lambda index, path, wanted: {("model", "d_ff"): 48})
+    monkeypatch.setattr(recipes, "_of_checkpoint", lambda index, path, wanted: {("model", "d_ff"): 48})
     sweep = make_sweep(str(short), {}, 2, tmp_path / "s", {"phases.0.init_from": str(tmp_path / "checkpoint")})
     assert [cell.config.model.d_ff for cell in sweep.cells] == [48, 48]
 

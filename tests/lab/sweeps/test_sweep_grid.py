@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pe_lab.errors import ConfigError
-from pe_lab.lab.sweeps.grid import (
-    Axis,
+from pe_lab.lab.sweeps.cells import (
+    GridAxis,
     cell_name,
     label,
     parse_axis,
@@ -39,8 +39,8 @@ def test_every_value_has_a_directory_of_its_own(values):
 
 
 def test_axes():
-    assert parse_axis("model.layers=2, 4") == Axis("model.layers", ("2", "4"))
-    assert parse_axis(":method=rope,yarn") == Axis(":method", ("rope", "yarn"))
+    assert parse_axis("model.layers=2, 4") == GridAxis("model.layers", ("2", "4"))
+    assert parse_axis(":method=rope,yarn") == GridAxis(":method", ("rope", "yarn"))
     assert parse_axis("phases.0.positional='rope:base=1e4,fraction=0.5',nope").values == (
         "'rope:base=1e4,fraction=0.5'",
         "nope",
@@ -76,21 +76,21 @@ def test_seeds_that_are_refused(text):
 
 
 def test_seeds_vary_fastest():
-    cells = product([Axis("a", ("1", "2")), Axis("b", ("x", "y"))], (0, 1))
+    cells = product([GridAxis("a", ("1", "2")), GridAxis("b", ("x", "y"))], (0, 1))
     assert len(cells) == 8 and cells[:3] == [
         ({"a": "1", "b": "x"}, 0),
         ({"a": "1", "b": "x"}, 1),
         ({"a": "1", "b": "y"}, 0),
     ]
-    assert product([Axis("a", ("1",))], ()) == [({"a": "1"}, None)]
+    assert product([GridAxis("a", ("1",))], ()) == [({"a": "1"}, None)]
 
 
 @pytest.mark.parametrize(
     ("axes", "seeds", "message"),
     [
-        ([Axis("a", ("1",)), Axis("a", ("2",))], (), "a is given twice"),
-        ([Axis("data.seed", ("1", "2"))], (0, 1), "set the same key"),
-        ([Axis(key, tuple(map(str, range(101)))) for key in "ab"], (), "10,201 cells"),
+        ([GridAxis("a", ("1",)), GridAxis("a", ("2",))], (), "a is given twice"),
+        ([GridAxis("data.seed", ("1", "2"))], (0, 1), "set the same key"),
+        ([GridAxis(key, tuple(map(str, range(101)))) for key in "ab"], (), "10,201 cells"),
     ],
 )
 def test_products_that_are_refused(axes, seeds, message):

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from pe_lab.errors import DataError
-from pe_lab.lab.sweeps import ray
-from pe_lab.lab.sweeps.running import Stop, Task
+from pe_lab.lab.sweeps import runners
+from pe_lab.lab.sweeps.running import CellTask, Stop
 
 
 class StandIn:
@@ -42,12 +42,12 @@ class StandIn:
 
 def run(monkeypatch, ends):
     workers = StandIn(ends)
-    monkeypatch.setattr(ray, "_ray", lambda: workers)
-    tasks = [Task("sweep", name, {"only": 1}, ["train"]) for name in ends]
-    return workers, lambda: ray.Ray({}, jobs=1).run(tasks, workers.stop, lambda *_: None)
+    monkeypatch.setattr(runners, "_ray", lambda: workers)
+    tasks = [CellTask("sweep", name, {"only": 1}, ["train"]) for name in ends]
+    return workers, lambda: runners.Ray({}, jobs=1).run(tasks, workers.stop, lambda *_: None)
 
 
-def test_a_cell_that_cannot_be_claimed_stops_no_other(monkeypatch):
+def test_a_cell_that_whose_lease_cannot_be_taken_stops_no_other(monkeypatch):
     raised = type("RayTaskError", (DataError,), {"cause": DataError("The disk is full.")})("a traceback")
     workers, go = run(monkeypatch, {"a": raised, "b": 0})
     with pytest.raises(DataError, match="^The disk is full"):

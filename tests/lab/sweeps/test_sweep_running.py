@@ -13,10 +13,10 @@ import time
 import pytest
 
 from pe_lab.errors import ConfigError, DataError
-from pe_lab.lab.sweeps import local, running
-from pe_lab.lab.sweeps.local import Local, slots
-from pe_lab.lab.sweeps.running import Outcome, Stop, Task, run_task
-from pe_lab.lab.sweeps.state import _claimed, file_of, has_failed, is_trained, read_outcome
+from pe_lab.lab.sweeps import runners, running
+from pe_lab.lab.sweeps.runners import Local, slots
+from pe_lab.lab.sweeps.running import CellTask, Outcome, Stop, run_task
+from pe_lab.lab.sweeps.state import _is_held, file_of, has_failed, is_trained, read_outcome
 from pe_lab.storage import lease
 
 # Counts its starts; trains at once, when told to, or never; saves at SIGTERM.
@@ -43,7 +43,7 @@ while how == "waits" and not (run / "go").exists():
 
 @pytest.fixture(autouse=True)
 def no_patience(monkeypatch):
-    monkeypatch.setattr(local, "AGAIN_SECONDS", 0.1)
+    monkeypatch.setattr(runners, "AGAIN_SECONDS", 0.1)
     monkeypatch.setattr(running, "LOOK_SECONDS", 0.1)
 
 
@@ -52,7 +52,7 @@ def task(tmp_path):
     def make(name="a", how="trains", **more):
         command = [sys.executable, "-S", "-c", TRAIN, str(tmp_path / name), how]
         before = read_outcome(tmp_path, name)
-        return Task(str(tmp_path), name, {"only": 3}, command, cwd=str(tmp_path), before=before, **more)
+        return CellTask(str(tmp_path), name, {"only": 3}, command, cwd=str(tmp_path), before=before, **more)
 
     return make
 
@@ -79,8 +79,8 @@ def in_thread(function, *arguments):
 def test_a_complete_cell_is_left_alone(task, tmp_path):
     assert run_task(task(), Stop()) == Outcome(0) == run_task(task(), Stop())
     assert len(starts(tmp_path)) == 1 and is_trained(tmp_path / "a", {"only": 3})
-    assert not file_of(tmp_path, "a", "claim").exists()
-    assert is_trained(tmp_path / "a", {"only": 2})  # `train --extend`
+    assert not file_of(tmp_path, "a", "lease").exists()
+    assert is_trained(tmp_path / "a", {"only": 2})  # `train --until`
     assert not is_trained(tmp_path / "a", {"only": 4}) and not is_trained(tmp_path / "a", {"only": 3, "second": 1})
 
 
@@ -97,7 +97,7 @@ def test_a_failed_cell_says_why(task, tmp_path):
     assert "error: The loss is nan." in (tmp_path / "logs" / "a.log").read_text()
     # Another sweep, which began before the failure, leaves the cell alone; a later one, asked to retry, does not.
     (tmp_path / "a" / "mended").touch()
-    early = Task(**{**vars(task(how="fails")), "before": {}})
+    early = CellTask(**{**vars(task(how="fails")), "before": {}})
     assert run_task(early, Stop()) == Outcome(1, "The loss is nan.") and len(starts(tmp_path)) == 1
     assert run_task(task(how="fails"), Stop()) == Outcome(0)
 
@@ -142,7 +142,7 @@ def test_two_sweeps_share_the_cells(task, tmp_path):
     assert {name: len(starts(tmp_path, name)) for name in "abcdef"} == dict.fromkeys("abcdef", 1)
 
 
-def test_a_cell_whose_claim_cannot_be_written_stops_no_other(task, tmp_path, monkeypatch):
+def test_a_cell_whose_lease_cannot_be_written_stops_no_other(task, tmp_path, monkeypatch):
     def refuse(path, *arguments, **options):
         if path.name.startswith("a."):
             raise DataError("The disk is full.")
@@ -170,24 +170,24 @@ def test_a_cell_of_a_killed_sweep_is_waited_for(task, tmp_path):
     with lease(tmp_path / "a" / "lease.json", print, print):
         thread, found = in_thread(run_task, task(), Stop())
         time.sleep(0.3)
-        assert not starts(tmp_path) and file_of(tmp_path, "a", "claim").exists()
+        assert not starts(tmp_path) and file_of(tmp_path, "a", "lease").exists()
     thread.join(300)
     assert found == [Outcome(0)]
 
 
-def test_the_claim_of_a_killed_sweep_counts_no_more(task, tmp_path):
+def test_the_lease_of_a_killed_sweep_counts_no_more(task, tmp_path):
     dead = subprocess.Popen(["true"])
     dead.wait()
-    claim = file_of(tmp_path, "a", "claim")
-    with lease(claim, print, print):
-        owner = json.loads(claim.read_text()) | {"key": "k"}
-    claim.write_text(json.dumps(owner | {"pid": dead.pid}))
-    assert not _claimed(claim)
+    held = file_of(tmp_path, "a", "lease")
+    with lease(held, print, print):
+        owner = json.loads(held.read_text()) | {"key": "k"}
+    held.write_text(json.dumps(owner | {"pid": dead.pid}))
+    assert not _is_held(held)
     # Another process may have its number meanwhile.
-    claim.write_text(json.dumps(owner | {"started": "x"}))
-    assert not _claimed(claim)
+    held.write_text(json.dumps(owner | {"started": "x"}))
+    assert not _is_held(held)
     assert run_task(task(), Stop()) == Outcome(0)
-    with lease(claim, print, print):
+    with lease(held, print, print):
         assert run_task(task(), Stop()) is None
 
 
@@ -208,12 +208,12 @@ def test_nohup_keeps_its_meaning():
 
 
 @pytest.mark.parametrize(("age", "live"), [(5, True), (3600, False)])
-def test_a_claim_of_another_host_counts_while_it_is_renewed(task, tmp_path, age, live):
+def test_a_lease_of_another_host_counts_while_it_is_renewed(task, tmp_path, age, live):
     renewed = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=age)
-    claim = file_of(tmp_path, "a", "claim")
-    claim.parent.mkdir()
-    claim.write_text(json.dumps({"host": "elsewhere", "pid": 1, "time": renewed.isoformat()}))
-    assert _claimed(claim) is live
+    held = file_of(tmp_path, "a", "lease")
+    held.parent.mkdir()
+    held.write_text(json.dumps({"host": "elsewhere", "pid": 1, "time": renewed.isoformat()}))
+    assert _is_held(held) is live
 
 
 def test_slots_are_devices_or_cores(monkeypatch):
@@ -248,6 +248,6 @@ def test_slots_are_devices_or_cores(monkeypatch):
 
 def test_a_process_gets_its_device_and_its_cores(task, tmp_path, monkeypatch):
     one = min(os.sched_getaffinity(0))
-    monkeypatch.setattr(local, "slots", lambda jobs: [local.Slot({"CUDA_VISIBLE_DEVICES": "7"}, frozenset({one}))])
+    monkeypatch.setattr(runners, "slots", lambda jobs: [runners.Slot({"CUDA_VISIBLE_DEVICES": "7"}, frozenset({one}))])
     Local().run([task()], Stop(), lambda *_: None)
     assert starts(tmp_path) == [["7", [one]]] and len(os.sched_getaffinity(0)) >= 1

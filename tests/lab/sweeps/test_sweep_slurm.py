@@ -12,9 +12,9 @@ from slurm_cluster import slurm_cluster
 from tiny_runs import finish, records, start, write_recipe
 
 from pe_lab.errors import ConfigError, UnsupportedError
-from pe_lab.lab.sweeps import slurm
-from pe_lab.lab.sweeps.running import Stop, Task
-from pe_lab.lab.sweeps.slurm import Slurm
+from pe_lab.lab.sweeps import runners
+from pe_lab.lab.sweeps.runners import Slurm
+from pe_lab.lab.sweeps.running import CellTask, Stop
 from pe_lab.lab.sweeps.state import read_outcome
 
 
@@ -62,10 +62,10 @@ def test_a_controller_that_is_busy_is_asked_again(tmp_path: Path, monkeypatch: p
             raise answer
         return answer
 
-    monkeypatch.setattr(slurm, "_queue", queue)
-    monkeypatch.setattr(slurm, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(runners, "_queue", queue)
+    monkeypatch.setattr(runners, "POLL_SECONDS", 0.0)
     seen: list[tuple[list[str], list[str]]] = []
-    task = Task(str(tmp_path), "a", {"only": 1}, ["train"])
+    task = CellTask(str(tmp_path), "a", {"only": 1}, ["train"])
     Slurm({"time": "60"}).run([task], Stop(), lambda running, queued: seen.append((running, queued)))
     assert seen == [([], ["a"]), (["a"], []), ([], [])] and not answers
 

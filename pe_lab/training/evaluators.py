@@ -1,0 +1,87 @@
+"""What the loop measures between steps: the validation loss, and whatever else is an `Evaluator`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from pe_lab.model import Model, Params
+from pe_lab.model.learned import learned_values, split_layers
+from pe_lab.positional import Schedule
+from pe_lab.training.plan import PhasePlan
+from pe_lab.training.run import Run, held_out_batches
+from pe_lab.training.step import Shardings, compile_loss, place_batch
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """A measurement inside the loop: before the first step, at every step that `every_steps` divides, and at the last.
+
+    Attributes:
+      name: under which its time is counted, one of `ledger.WAITS`.
+      measure: numbers by name, from the step and the parameters; all processes measure together.
+      every_steps: how often.
+      prefix: of the names in metrics.jsonl.
+    """
+
+    name: str
+    measure: Callable[[int, Params], Mapping[str, float]]
+    every_steps: int
+    prefix: str = ""
+
+    def is_due(self, step: int, steps: int) -> bool:
+        """Whether it measures after a step of a phase of so many."""
+        return step % self.every_steps == 0 or step == steps
+
+    def __call__(self, step: int, params: Params) -> dict[str, float]:
+        return {f"{self.prefix}{name}": value for name, value in self.measure(step, params).items()}
+
+
+def validation(run: Run, phase: PhasePlan, shardings: Shardings, schedule: Schedule) -> Evaluator:
+    """The loss on held-out batches, in nats per token, and the learned values of encodings.
+
+    `validation_loss` is the mean over all sources, `validation_loss/SOURCE` that of one.
+    """
+    log, model = run.config.log, run.models[phase.index]
+    held_out = held_out_batches(run.plan, phase, log.validation_batches)
+    loss, learned = compile_loss(model, run.mesh, run.rules, shardings), learned_numbers(model, shardings)
+
+    def measure(step: int, params: Params) -> dict[str, float]:
+        total, weight, losses = 0.0, 0.0, {}
+        for source, batches in held_out.items():
+            sums = [loss(params, place_batch(batch, shardings.batch), schedule) for batch in batches]
+            nats, weights = np.sum(jax.device_get(sums), axis=0, dtype=np.float64)
+            losses[f"validation_loss/{source}"] = float(nats / weights)
+            total, weight = total + nats, weight + weights
+        found = {"validation_loss": float(total / weight), **losses} if weight else {}
+        return found | learned(params)
+
+    return Evaluator("validation", measure, log.validate_every_steps)
+
+
+def learned_numbers(model: Model, shardings: Shardings) -> Callable[[Params], dict[str, float]]:
+    """A function from parameters to the learned values of encodings, by layer, for the log.
+
+    `learned/wave.height/3` is the mean of that parameter in layer 3; where it has several values in a layer, the lowest
+    and the highest one follow as `learned/wave.height/3/low` and `/high`. Values that are not finite are left out.
+    """
+    values = jax.jit(
+        lambda params: learned_values(split_layers(params["layers"])[1]), out_shardings=shardings.replicated
+    )
+
+    def numbers(params: Params) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for name, of_layers in jax.device_get(values(params)).items() if model.learned else ():
+            encoding, parameter = name.split(".")
+            several = math.prod(model.encoding_settings[encoding][parameter].value.shape) > 1
+            for n, three in zip(model.learned[encoding][1], of_layers.T, strict=True):
+                for part, value in zip(("", "/low", "/high")[: 3 if several else 1], three, strict=False):
+                    if math.isfinite(value):
+                        found[f"learned/{name}/{n}{part}"] = float(value)
+        return found
+
+    return numbers

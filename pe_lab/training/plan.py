@@ -1,0 +1,562 @@
+"""A run before it is opened: its phases, models, mesh and memory. `plan_run` is arithmetic alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from pe_lab import storage
+from pe_lab.checkpoints.checkpoint import is_external, open_source
+from pe_lab.config import Config, ModelConfig, PhaseConfig, ProlongedConfig, check_bounds, check_name
+from pe_lab.data.needles import NeedleOptions, place_symbols
+from pe_lab.data.shards import METADATA_FILE, read_metadata
+from pe_lab.data.tokenizers import load_tokenizer, training_size
+from pe_lab.errors import ConfigError, UserError
+from pe_lab.model import Flops, Model, Params, complete, least_parameters, train_flops_per_token
+from pe_lab.model.distillation import learns
+from pe_lab.model.encoding_check import require_causal
+from pe_lab.parallel import AxisRules, balanced_order, check_batch, check_memory, make_mesh, use_mesh
+from pe_lab.parallel.topology import GIB, Chip, chip_of
+from pe_lab.positional import Layer, Schedule, build_schedule, layers
+from pe_lab.positional.codec import ranges_by
+from pe_lab.storage import AnyPath, is_file
+from pe_lab.training.muon import newton_schulz_bytes, newton_schulz_flops
+from pe_lab.training.optimizer import last_at_peak, learning_rate, make_optimizer
+from pe_lab.training.stability import SkipPolicy, skip_policy
+from pe_lab.training.step import TrainState, init_state, make_shardings, parameter_shardings
+
+
+class Given(NamedTuple):
+    """What a plan needs of files.
+
+    Attributes:
+      vocab_size: of the data.
+      layers: of the checkpoints that phases start from, by the index of the phase; those that can be read.
+    """
+
+    vocab_size: int
+    layers: Mapping[int, Sequence[Layer]] = {}
+
+
+@dataclass(frozen=True)
+class PhasePlan:
+    """A phase with its index in the run, its layers, and their schedule."""
+
+    index: int
+    config: PhaseConfig
+    layers: tuple[Layer, ...]
+    schedule: Schedule
+    qk_norm: str  # the phase's own, or the previous one
+
+    @property
+    def name(self) -> str:
+        return self.config.name
+
+    @property
+    def where(self) -> str:
+        """Its place in the config, for messages."""
+        return f"config.phases[{self.index}] ('{self.name}')"
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.config.batch_size * self.config.sequence_length
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A run by arithmetic alone: nothing is read, written or computed on a device.
+
+    Attributes:
+      models: one for each phase; they differ in their QK-norm at most.
+      mesh: its devices may be placeholders.
+      policy: which updates a step does not apply; None: it applies all.
+    """
+
+    config: Config
+    given: Given
+    phases: tuple[PhasePlan, ...]
+    models: tuple[Model, ...]
+    mesh: Mesh
+    rules: AxisRules
+    policy: SkipPolicy | None
+
+    def optimizer(self, phase: PhasePlan) -> optax.GradientTransformation:
+        """The optimizer of a phase."""
+        model, config = self.models[phase.index], phase.config
+        return make_optimizer(config.optimizer, config.steps, model.axes, config.prolonged, model.encoding_settings)
+
+    def learning_rate(self, phase: PhasePlan) -> optax.Schedule:
+        """The learning rate of a phase by step, from 0."""
+        return learning_rate(phase.config.optimizer, phase.config.steps, phase.config.prolonged)
+
+    def attention(self, phase: PhasePlan) -> str:
+        """The attention implementations of a phase, such as `chunked on layers 0-23`.
+
+        Raises:
+          UserError: the config names an implementation that cannot compute a layer.
+        """
+        model, structure = self.models[phase.index], phase.schedule.structure
+        with use_mesh(self.mesh, self.rules):
+            chosen = model.attention_by_layer(structure, phase.config.sequence_length, self.config.data.segments)
+        return ", ".join(f"{name} on layers {where}" for name, where in ranges_by(chosen).items())
+
+    def flops(self, phase: PhasePlan) -> Flops:
+        """FLOPs of a phase's model per token, without those of a teacher."""
+        config, structure = self.models[phase.index].config, phase.schedule.structure
+        return train_flops_per_token(config, phase.config.sequence_length, structure)
+
+    def newton_schulz(self, phase: PhasePlan) -> float:
+        """FLOPs a step of Muon's iteration; 0 of AdamW."""
+        model, optimizer = self.models[phase.index], phase.config.optimizer
+        return newton_schulz_flops(optimizer.muon, model.shapes, model.axes) if optimizer.name == "muon" else 0.0
+
+    def memory(self, phase: PhasePlan) -> Estimate:
+        """The memory of one chip during a train step of a phase."""
+        model = self.models[phase.index]
+        estimate = _estimator(model, phase.config, self.config.data.segments, self.mesh, self.rules)
+        return estimate(model.config)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The plan
+
+
+def plan_run(config: Config, mesh: Mesh, given: Given, chip: Chip, must_fit: bool = False) -> RunPlan:
+    """The plan of a run on the devices of a mesh, which need not exist: a function of its arguments alone.
+
+    Args:
+      chip: of the mesh; settings "auto" are chosen by its memory.
+      must_fit: whether it is an error that no choice of them fits.
+
+    Raises:
+      UserError: the config would not train: its shapes, encodings, mesh or batch sizes do not fit each other.
+    """
+    _check_retention(config)
+    phases, rules = plan_phases(config, given.layers), AxisRules()
+    for phase in phases:
+        check_batch(phase.config.batch_size, phase.config.accumulate, mesh, phase.where)
+    models = _models(config, phases, vocabulary(config, given.vocab_size), mesh, rules, chip, must_fit)
+    plan = RunPlan(config, given, phases, models, mesh, rules, skip_policy(config.stability))
+    for phase, model in zip(phases, models, strict=True):
+        parameter_shardings(model, mesh, rules)
+        try:
+            balanced_order(phase.config.sequence_length, mesh.shape["context"])
+        except UserError as error:
+            raise type(error)(f"{phase.where}.sequence_length: {error}") from None
+        require_causal(phase.layers)
+    return plan
+
+
+def plan_phases(config: Config, given: Mapping[int, Sequence[Layer]] | None = None) -> tuple[PhasePlan, ...]:
+    """Resolves and checks every phase.
+
+    Edits (`drop(...)`, `rescale(...)`) and an unset `qk_norm` refer to the phase or the checkpoint that a phase
+    starts from, whose layers are in `given`.
+
+    Raises:
+      UserError: a key of a phase is wrong; names the phase.
+    """
+    names = [phase.name for phase in config.phases]
+    if not names or len(set(names)) != len(names):
+        raise ConfigError(f"config.phases: each phase needs a name of its own; they are {names}.")
+    for what, name in [("config.name", config.name), *((f"config.phases[{i}].name", n) for i, n in enumerate(names))]:
+        check_name(what, name)
+    model = complete(dataclasses.replace(config.model, vocab_size=config.model.vocab_size or 1))
+    plans: list[PhasePlan] = []
+    for i, phase in enumerate(config.phases):
+        try:
+            if phase.random_positions and phase.random_positions < phase.sequence_length:
+                raise ConfigError(
+                    f"random_positions is {phase.random_positions}; {phase.sequence_length} different positions are "
+                    "drawn below it, so it must be at least that (or 0: positions 0, 1, 2, ...)."
+                )
+            continues = plans[-1] if plans and not phase.init_from else None
+            before = continues.layers if continues else (given or {}).get(i)
+            described = layers(phase.positional, model.layers, before)
+            schedule = build_schedule(described, model.heads, model.kv_heads, model.head_dim, phase.sequence_length)
+            if not phase.epochs:  # whose steps the data tell
+                learning_rate(phase.optimizer, phase.steps, phase.prolonged)
+            qk_norm = phase.qk_norm or (continues.qk_norm if continues else model.qk_norm)
+            complete(dataclasses.replace(model, qk_norm=qk_norm))
+        except UserError as error:
+            raise type(error)(f"config.phases[{i}] ('{phase.name}'): {error}") from None
+        plans.append(PhasePlan(i, phase, described, schedule, qk_norm))
+    return tuple(plans)
+
+
+def _models(
+    config: Config,
+    phases: Sequence[PhasePlan],
+    vocab_size: int,
+    mesh: Mesh,
+    rules: AxisRules,
+    chip: Chip,
+    must_fit: bool,
+) -> tuple[Model, ...]:
+    """The model of each phase, with `remat` and `loss_chunks` chosen for the mesh and its chips where they are "auto".
+
+    Phases with the same QK-norm, settings and learned encodings share one. Raises `ConfigError` as `_choose_settings`.
+    """
+    known: dict[Any, Model] = {}
+    models = []
+    for phase in phases:
+        shape = dataclasses.replace(config.model, vocab_size=vocab_size, qk_norm=phase.qk_norm)
+        shape = _choose_settings(shape, phase, config.data.segments, mesh, rules, chip, must_fit)
+        hooks = phase.schedule.hooks
+        if (shape, hooks) not in known:
+            known[shape, hooks] = Model(shape, hooks=hooks)
+        models.append(known[shape, hooks])
+    return tuple(models)
+
+
+def vocabulary(config: Config, needed: int) -> int:
+    """The size of the model's vocabulary: the config's, or else `needed`, rounded up to a multiple of 128."""
+    given = config.model.vocab_size
+    if given == 0:
+        return -(-needed // 128) * 128
+    if given < needed:
+        raise ConfigError(
+            f"config.model.vocab_size is {given}, but the data has {needed} tokens; set it to at least that, or 0."
+        )
+    return given
+
+
+def least_memory(config: Config, phase: PhaseConfig) -> tuple[int, int]:
+    """Parameters of a phase, and the bytes that it needs on all devices together; at least so many of both.
+
+    These are its state, and one hidden state of a micro-batch. The state is the parameters and the two moments of
+    AdamW, in float32; Muon has one moment of its matrices. The vocabulary is left out where the config has none;
+    `RunPlan.memory` has the exact figures.
+    """
+    model = complete(dataclasses.replace(config.model, vocab_size=config.model.vocab_size or 1))
+    tokens = phase.batch_size * phase.sequence_length
+    embeddings = (1 if model.tie_embeddings else 2) * model.vocab_size * model.d_model
+    parameters = least_parameters(model)
+    moments = parameters + (embeddings if phase.optimizer.name == "muon" else parameters)
+    hidden = 2 * model.d_model * tokens // phase.accumulate
+    return parameters, 4 * (parameters + moments) + hidden + 12 * tokens
+
+
+def _check_retention(config: Config) -> None:
+    """`ConfigError` for a metric that no checkpoint is chosen by."""
+    saved = config.checkpoint
+    if saved.best and saved.best not in ("loss", "grad_norm") and not saved.best.startswith("validation_loss"):
+        raise ConfigError(
+            f"config.checkpoint.best is '{saved.best}'; it must be loss, validation_loss or validation_loss/SOURCE."
+        )
+    if saved.best.startswith("validation_loss") and saved.every_steps % config.log.validate_every_steps:
+        raise ConfigError(
+            f"config.checkpoint.best is '{saved.best}', which is measured every {config.log.validate_every_steps} "
+            f"steps, and checkpoints are saved every {saved.every_steps}: make checkpoint.every_steps a multiple of "
+            "log.validate_every_steps."
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On this machine, and what is read of files
+
+
+def plan_here(config: Config, devices: Sequence[Any] | None = None) -> RunPlan:
+    """The plan of a run on this machine: on `devices`, by default all of all processes.
+
+    Raises:
+      UserError: as `plan_run`; or not even the least that a phase needs fits this machine.
+    """
+    check_bounds(config, "config")
+    mesh = make_mesh(config.mesh, devices)
+    here = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+    for i, phase in enumerate(config.phases):
+        parameters, needed = least_memory(config, phase)
+        tokens = phase.batch_size * phase.sequence_length
+        what = f"config.phases[{i}] ('{phase.name}'): training {parameters:,} parameters on {tokens:,} tokens a step"
+        check_memory(int(needed * len(here) / mesh.size), what, here)
+    return plan_run(config, mesh, read_given(config), chip_of(mesh.devices.flat[0]), must_fit=True)
+
+
+def read_given(config: Config) -> Given:
+    """What a plan of this config needs of files: the vocabulary of its data, and the layers of checkpoints.
+
+    Raises:
+      UserError: a file is damaged, or the vocabulary is not known without one that is missing.
+    """
+    layers = given_layers(config)
+    return Given(config.model.vocab_size or _data_vocabulary(config), layers)
+
+
+def given_layers(config: Config) -> dict[int, tuple[Layer, ...]]:
+    """The layers of the checkpoints that phases start from, by the index of the phase; those that are there."""
+    found = {}
+    for i, phase in enumerate(config.phases):
+        try:
+            if phase.init_from not in ("", "random") and (
+                is_external(phase.init_from) or start_path(phase).is_dir()
+            ):  # else it is missing, which training says
+                found[i] = open_source(phase.init_from).layers
+        except UserError as error:
+            raise type(error)(f"config.phases[{i}] ('{phase.name}'): {error}") from None
+    return found
+
+
+def start_path(phase: PhaseConfig) -> AnyPath:
+    """The path of the checkpoint of pe_lab that a phase starts from."""
+    return storage.path(f"init_from of phase '{phase.name}'", phase.init_from)
+
+
+def prepared_directories(config: Config) -> list[AnyPath]:
+    """The prepared directories of a config's text; [] if some text is not prepared, or is not here."""
+    data = config.data
+    text = [source.source for source in data.sources if source.source != "needles"]
+    text = [f"prepared:{data.prepared}"] if data.prepared else text
+    found = [storage.path("data", name.removeprefix("prepared:")) for name in text if name.startswith("prepared:")]
+    return found if len(found) == len(text) and all(is_file(path / METADATA_FILE) for path in found) else []
+
+
+def _data_vocabulary(config: Config) -> int:
+    """The size of the vocabulary of a config's data, from the name or the file of its tokenizer."""
+    data = config.data
+    needles = [NeedleOptions.from_mapping(s.options) for s in data.sources if s.source == "needles"]
+    size = training_size(data.tokenizer)
+    try:
+        if prepared := prepared_directories(config):
+            size = read_metadata(prepared[0]).vocab_size
+        elif data.prepared:
+            size = read_metadata(storage.path("data.prepared", data.prepared)).vocab_size
+        elif size is None:
+            size = load_tokenizer(data.tokenizer).vocab_size
+    except UserError as error:
+        raise type(error)(f"The tokenizer determines the vocabulary. {error} Or set model.vocab_size.") from None
+    return place_symbols(dict(enumerate(needles)), size)[1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# More steps
+
+
+def prolong(config: Config, steps: int, kept: Sequence[int]) -> Config:
+    """The config with `steps` steps in its last phase, from `train --until`; itself if it has these steps already.
+
+    Args:
+      kept: the steps of the phase's checkpoints, in ascending order.
+
+    Raises:
+      ConfigError: the schedule cannot go on that way; see `optimizer.on_prolong`.
+    """
+    phase = config.phases[-1]
+    if steps == phase.steps:
+        return config
+    if steps < phase.steps:
+        raise ConfigError(
+            f"--until={steps}: phase '{phase.name}' has {phase.steps} steps, and --until is their new number in all. "
+            f"Give more than {phase.steps}."
+        )
+    how = phase.optimizer.on_prolong
+    if how == "auto":
+        how = "rewarm" if phase.optimizer.schedule == "cosine" else "stretch"
+    try:
+        at = _last_useful(phase, kept) if how == "stretch" else phase.steps
+        prolonged = (*phase.prolonged, ProlongedConfig(phase.steps, at, how))
+        learning_rate(phase.optimizer, steps, prolonged)
+    except ConfigError as error:
+        raise ConfigError(f"--until={steps}: phase '{phase.name}': {error}") from None
+    longer = dataclasses.replace(phase, steps=steps, prolonged=prolonged)
+    return dataclasses.replace(config, phases=(*config.phases[:-1], longer))
+
+
+def _last_useful(phase: PhaseConfig, kept: Sequence[int]) -> int:
+    """The step of the last checkpoint that a stretched schedule can go on from; 0 if nothing was trained yet."""
+    kept = [step for step in kept if step]
+    if not kept or phase.optimizer.schedule != "wsd":
+        return max(kept, default=0)
+    limit = last_at_peak(phase.optimizer, phase.steps, phase.prolonged)
+    before = [step for step in kept if step <= limit]
+    if not before:
+        raise ConfigError(
+            f"optimizer.on_prolong is 'stretch', and the rate of wsd began to decay after step {limit}: the run would "
+            f"go on from a checkpoint before that, and the kept ones are of steps {', '.join(map(str, kept))}. Choose "
+            "optimizer.on_prolong=rewarm or hold; next time, checkpoint.milestones keeps such a step."
+        )
+    return before[-1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The memory of one chip
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes per chip. State and batch are exact; the rest is approximate."""
+
+    parameters: int
+    optimizer: int
+    batch: int
+    activations: int  # kept from the forward pass for the backward pass
+    working: int  # the larger of the loss, and of the gradients with one layer's backward pass or Muon's iteration
+
+    @property
+    def total(self) -> int:
+        return sum(dataclasses.astuple(self))
+
+
+def step_shapes(
+    model: Model, optimizer: optax.GradientTransformation, phase: PhaseConfig, segments: bool
+) -> tuple[TrainState, dict[str, jax.ShapeDtypeStruct]]:
+    """The state and the batch of a phase as shapes and dtypes, to trace a step without data."""
+    state = jax.eval_shape(lambda params: init_state(model, optimizer, params), model.shapes)
+    shape = (phase.batch_size, phase.sequence_length)
+    dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
+    if segments:
+        dtypes |= {"segments": jnp.int32, "positions": jnp.int32}
+    return state, {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
+
+
+def _estimator(
+    model: Model, phase: PhaseConfig, segments: bool, mesh: Mesh, rules: AxisRules
+) -> Callable[[ModelConfig], Estimate]:
+    """A function from a config that differs from the model's at most in `remat` and `loss_chunks`."""
+    # The state has one shape, whatever the learning rate; steps that follow from epochs may not be known yet.
+    constant = dataclasses.replace(phase.optimizer, schedule="constant", warmup_steps=0)
+    optimizer = make_optimizer(constant, phase.steps, model.axes, learned=model.encoding_settings)
+    shardings = make_shardings(model, optimizer, mesh, rules)
+    state, batch = step_shapes(model, optimizer, phase, segments)
+
+    def bytes_of(shapes: Any, shardings: Any) -> int:
+        def of(x: Any, sharding: Any) -> int:
+            return math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize
+
+        return sum(jax.tree.leaves(jax.tree.map(of, shapes, shardings)))
+
+    parameters = bytes_of(state.params, shardings.state.params)
+    moments = bytes_of(state.optimizer, shardings.state.optimizer)
+    gradients = parameters * (2 if phase.accumulate > 1 else 1)
+    inputs = bytes_of(batch, dict.fromkeys(batch, shardings.batch))
+    if learns(phase.distill):  # a teacher of the same shape, and what it computes
+        kept = model.config.layers if phase.distill.hidden or phase.distill.attention else 1
+        width = np.dtype(model.config.dtype).itemsize
+        inputs += parameters + kept * 2 * _tokens(phase, mesh) * model.config.d_model * width
+    iteration = 0
+    if phase.optimizer.name == "muon":
+        iteration = newton_schulz_bytes(phase.optimizer.muon, model.shapes, model.axes, mesh.size)
+
+    def estimate(config: ModelConfig) -> Estimate:
+        activations, layer, loss = _activations(config, model.shapes, phase, mesh)
+        # The update begins where the backward pass has ended, and what it kept is free.
+        update = max(0, iteration - activations)
+        return Estimate(parameters, moments, inputs, activations, max(gradients + max(layer, update), loss))
+
+    return estimate
+
+
+def _tokens(phase: PhaseConfig, mesh: Mesh) -> int:
+    """The tokens of a micro-batch on one chip."""
+    sequences = phase.batch_size // phase.accumulate // (mesh.shape["data"] * mesh.shape["fsdp"])
+    return sequences * phase.sequence_length // mesh.shape["context"]
+
+
+def _activations(config: ModelConfig, shapes: Params, phase: PhaseConfig, mesh: Mesh) -> tuple[int, int, int]:
+    """Bytes per chip: kept for the backward pass, of the backward pass of one layer, and of the loss."""
+    tensor, tokens = mesh.shape["tensor"], _tokens(phase, mesh)
+    length, width = phase.sequence_length, np.dtype(config.dtype).itemsize
+
+    # Bytes per token and layer. `qkv`: queries, keys and values after their projections.
+    heads = config.heads // tensor
+    kv_heads = config.kv_heads // tensor if config.kv_heads % tensor == 0 else config.kv_heads
+    qkv = (heads + 2 * kv_heads) * config.head_dim
+    mlp_in = (2 if config.gated_mlp else 1) * (config.d_ff // tensor)  # gate and up, or up alone
+    everything = width * (4 * config.d_model + 2 * qkv + heads * config.head_dim + mlp_in + config.d_ff // tensor)
+    whole = length <= config.attention_chunk if config.attention == "auto" else config.attention != "chunked"
+    if whole:
+        weights, block = heads * length * width, heads * length * 4
+    else:
+        weights, block = 0, heads * min(config.attention_chunk, length) ** 2 // length * 4
+    dots = width * (2 * config.d_model + qkv + mlp_in)  # the input, and the products whose results are needed
+    kept = {
+        "none": everything + weights,
+        "dots_attention": dots + heads * (config.head_dim * width + 4),
+        "dots": dots,
+        "dots_offload": width * config.d_model,
+        "full": width * config.d_model,
+    }[config.remat]
+
+    # One layer: what the gradients of its two branches need at once, and its weights gathered over fsdp.
+    of_layer = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(shapes["layers"])) // tensor
+    layer = tokens * (width * (6 * config.d_model + 2 * qkv + 2 * mlp_in) + 2 * (weights + block)) + of_layer * width
+    # One chunk of logits and of their gradient; the gathered unembedding and its gradient; hidden states.
+    vocabulary = config.vocab_size // tensor
+    logits = -(-tokens // config.loss_chunks) * vocabulary * (4 + width)
+    loss = logits + vocabulary * config.d_model * (width + 4) + 2 * tokens * config.d_model * width
+    return config.layers * tokens * kept, layer, loss
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Settings "auto"
+
+MARGIN = 0.92  # of a chip's memory that an estimate may need
+
+
+def _choose_settings(
+    config: ModelConfig,
+    plan: PhasePlan,
+    segments: bool,
+    mesh: Mesh,
+    rules: AxisRules,
+    chip: Chip,
+    must_fit: bool,
+) -> ModelConfig:
+    """The config with `remat` and `loss_chunks` chosen where they are "auto": the fastest that fits by the estimate.
+
+    Args:
+      config: `remat` and `loss_chunks` may be "auto".
+      chip: of the mesh; memory 0 is unknown, and anything fits.
+      must_fit: otherwise, if nothing fits, the result is what needs the least memory.
+
+    Raises:
+      ConfigError: nothing fits.
+    """
+    if "auto" not in (config.remat, config.loss_chunks):
+        return config
+    phase = plan.config
+    tokens = _tokens(phase, mesh)
+    remats = _REMATS if config.remat == "auto" else (config.remat,)
+    chunks = [2**n for n in range(8) if 2**n <= tokens] if config.loss_chunks == "auto" else [config.loss_chunks]
+    options = [dataclasses.replace(config, remat=remat, loss_chunks=n) for remat in remats for n in chunks]
+    estimate = _estimator(Model(options[0], hooks=plan.schedule.hooks), phase, segments, mesh, rules)
+    needed = {option: estimate(option).total for option in options}
+    for option in sorted(options, key=lambda option: _extra_seconds(option, phase, mesh, chip)):
+        if not chip.memory or needed[option] <= MARGIN * chip.memory:
+            return option
+    smallest = min(options, key=needed.__getitem__)
+    if must_fit:
+        raise ConfigError(
+            f"phase '{phase.name}': with any remat and loss_chunks, a step needs about "
+            f"{needed[smallest] / GIB:.1f} GiB of {chip.memory / GIB:.4g} GiB a chip. "
+            "pe_lab.plan names the settings with which it would fit."
+        )
+    return smallest
+
+
+# "none" is not among them: it also keeps every elementwise result, and reading those takes longer than computing them.
+_REMATS = ("dots_attention", "dots", "full")
+
+
+def _extra_seconds(config: ModelConfig, phase: PhaseConfig, mesh: Mesh, chip: Chip) -> float:
+    """The time of a micro-batch that a choice adds: recomputed products, and sums written to memory, at the peaks."""
+    peak, bandwidth = chip.peak or 1e12, chip.bandwidth or 1e11
+    tokens, tensor, length = _tokens(phase, mesh), mesh.shape["tensor"], phase.sequence_length
+    D, H, G, K = config.d_model, config.heads, config.kv_heads, config.head_dim
+    attention = 2 * H * K * length  # of a token: two products, each with half of the keys
+    products = 4 * D * (H + G) * K + (6 if config.gated_mlp else 4) * D * config.d_ff
+    again = {"full": attention + products, "dots": attention, "dots_offload": attention}.get(config.remat, 0)
+    moved = 8 * D * config.vocab_size * config.loss_chunks  # the float32 sum of the gradient, read and written
+    product = 2 * tokens * D * config.vocab_size / peak
+    # Among choices that cost nothing, fewer chunks: a tenth of what they would cost if nothing else took time.
+    adding = max(0.0, moved / bandwidth - product) + 0.1 * moved / bandwidth
+    return (config.layers * tokens * again / peak + adding) / tensor
