@@ -80,11 +80,15 @@ def overlaps(svg: str) -> list[tuple[str, str]]:
     """Pairs of texts of a drawing that lie on each other, and texts that leave it."""
     x, y, width, height = map(float, re.search(r'viewBox="([^"]*)"', svg)[1].split())
     boxes = texts_of(svg)
-    return [
+    pairs = [
         (a, b)
         for (a, one), (b, other) in itertools.combinations(boxes, 2)
         if one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
-    ] + [(a, "") for a, (l, t, r, b) in boxes if l < x or t < y or r > x + width or b > y + height]
+    ]
+    inside = [
+        x <= left and y <= top and right <= x + width and low <= y + height for _, (left, top, right, low) in boxes
+    ]
+    return pairs + [(word, "") for (word, _), fits in zip(boxes, inside, strict=True) if not fits]
 
 
 LONG = tuple(f"{n} ({6.3 * 1.4**n:,.4g} tokens)" for n in range(32))

@@ -157,8 +157,8 @@ def palette_css() -> str:
 def picture(colours: UInt8[np.ndarray, "Y X C"], pixels: int = 1) -> str:
     """A PNG picture of cells of `pixels` a side, as the address of an image.
 
-    Of 3 channels, or 4 with opacity; of `pixels` above 1 cells without opacity are hatched. Large cells are for files: no
-    viewer then smooths a cell into its neighbours.
+    Of 3 channels, or 4 with opacity; of `pixels` above 1 cells without opacity are hatched. Large cells are for files:
+    no viewer then smooths a cell into its neighbours.
     """
     from PIL import Image
 
