@@ -35,7 +35,7 @@ import numpy as np
 from pe_lab.config import Config
 from pe_lab.model import train_flops_per_token
 from pe_lab.recipes import load_config
-from pe_lab.results.intervals import interval
+from pe_lab.results.statistics import interval
 from pe_lab.terminal import table
 from pe_lab.training.loop import train_phase
 from pe_lab.training.muon import newton_schulz_flops

@@ -24,7 +24,7 @@ from pe_lab.terminal import argument_parser, console, table, works_on
 if TYPE_CHECKING:
     from pe_lab.analysis.analysis import Analysis
 
-FORMATS = ("pdf", "svg", "png")
+FORMATS = figure_files.FORMATS
 # Of each analysis, one line for --help. Its module is imported when it is chosen: JAX takes seconds to import.
 ANALYSES = {
     "schedule": "the positional encoding of every layer of a recipe, as a table that can be checked",

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from pe_lab import storage
 from pe_lab.errors import ConfigError
 from pe_lab.page.document import build_page, headline
-from pe_lab.page.export import INDEX, export_files
-from pe_lab.page.files import read_formats
-from pe_lab.page.heat_picture import KINDS, draw_heat_maps, needle_table
-from pe_lab.results.runs import Run, read_runs
+from pe_lab.page.export import INDEX, export_files, read_formats
+from pe_lab.page.figure_files import FORMATS, render
+from pe_lab.page.maps import needle_picture, needle_table
+from pe_lab.results.runs import RunFiles, read_runs
 from pe_lab.storage import AnyPath, check_place, write_file, write_files
 from pe_lab.terminal import argument_parser, works_on
 
@@ -69,13 +69,13 @@ def expand(given: Sequence[AnyPath]) -> list[AnyPath]:
     return directories
 
 
-def write_heat_maps(runs: Sequence[Run], path: AnyPath, suite: str | None, task: str | None) -> None:
+def write_heat_maps(runs: Sequence[RunFiles], path: AnyPath, suite: str | None, task: str | None) -> None:
     """Writes the picture of needles by depth and length."""
     kind = path.suffix.lower().removeprefix(".")
-    if kind not in KINDS:
-        raise ConfigError(f"--heat-map={path} is no picture that can be drawn. End its name in .{', .'.join(KINDS)}.")
+    if kind not in FORMATS:
+        raise ConfigError(f"--heat-map={path} is no picture that can be drawn. End its name in .{', .'.join(FORMATS)}.")
     table = needle_table(runs, suite, task)
-    write_file(path, draw_heat_maps(table, kind), "Give another file with --heat-map.")
+    write_file(path, render(needle_picture(table), kind), "Give another file with --heat-map.")
     print(f"Wrote {path}: {table.suite}{f', {table.source}' if table.source else ''}.")
 
 

@@ -16,8 +16,7 @@ from pe_lab.data.filters import Filters
 from pe_lab.data.shards import open_prepared
 from pe_lab.data.sources import source as sources
 from pe_lab.data.tokenizers import load_tokenizer
-from pe_lab.results.records import RecordFile
-from pe_lab.results.samples import SampleFile
+from pe_lab.results.records import RecordFile, SampleFile
 
 
 @pytest.fixture(autouse=True)

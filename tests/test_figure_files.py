@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import itertools
 import re
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from PIL import Image, ImageFont
 
-from pe_lab.page.figure_axes import axis_number, colour_limits, every, powers_of_two, tick_names, tokens_text
-from pe_lab.page.figure_files import draw, grid, render
-from pe_lab.results.figures import HeatMaps, Line, LineCharts, layer_names
+from pe_lab.page.axes import axis_number, colour_limits, every, powers_of_two, tick_names, tokens_text
+from pe_lab.page.figure_files import FONT, grid, render, svg
+from pe_lab.results.figures import Effect, Effects, HeatMaps, Line, LineCharts, layer_names
 
 HOSTILE = '<b>$x_1$ & "y"'
 
@@ -38,42 +42,53 @@ def lines(panels=3, marks=((8.0, HOSTILE),), **more) -> LineCharts:
 
 
 def test_files_are_the_same_each_time_hold_no_date_and_letters_stay_letters():
-    import matplotlib
-
-    figure, files = maps(), {}
-    for form in ("png", "pdf", "svg"):
-        files[form] = render(figure, form)
-        with matplotlib.rc_context({"font.size": 30, "savefig.dpi": 20, "pdf.fonttype": 3}):
-            assert render(figure, form) == files[form]
-        assert not re.search(rb"CreationDate|<dc:date>|tIME", files[form])
+    figure = maps()
+    files = {form: render(figure, form) for form in ("png", "pdf", "svg")}
+    for form, content in files.items():
+        assert render(figure, form) == content
+        assert not re.search(rb"<dc:date>|tIME|D:20[1-9]", content)
     assert files["png"].startswith(b"\x89PNG") and files["pdf"].startswith(b"%PDF")
     svg = files["svg"].decode()
     assert ">layer 1<" in svg and "&lt;b&gt;$x_1$" in svg and "nats of $x$" in svg
-    assert b"/Type0" in files["pdf"] and b"/Type3" not in files["pdf"]  # whole fonts, which can be searched and edited
+    assert b"/FontFile2" in files["pdf"] and b"DejaVuSans" in files["pdf"]  # letters that can be searched and edited
+    assert "var(" not in svg and "class=" not in svg
 
 
-def overlaps(figure) -> list[tuple[str, str]]:
-    """Pairs of texts of a drawn figure that lie on each other, and texts that leave it."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.text import Text
+def texts_of(svg: str) -> list[tuple[str, tuple[float, float, float, float]]]:
+    """The texts of a drawing, and their boxes as the font has them."""
+    found = []
 
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    renderer = canvas.get_renderer()
+    def walk(node: ElementTree.Element, x: float, y: float, size: float) -> None:
+        if moved := re.match(r"translate\(([-\d.]+) ([-\d.]+)\)", node.get("transform", "")):
+            x, y = x + float(moved[1]), y + float(moved[2])
+        size = float(node.get("font-size", size))
+        if node.tag.endswith("text") and (node.text or "").strip():
+            bold = "-Bold" if node.get("font-weight") else ""
+            font = ImageFont.truetype(FONT[bold], 100)
+            wide = font.getlength(node.text) * size / 100
+            left = x + float(node.get("x")) - {"middle": wide / 2, "end": wide}.get(node.get("text-anchor"), 0)
+            low = y + float(node.get("y"))
+            found.append((node.text, (left, low - 0.73 * size, left + wide, low + 0.1 * size)))
+        for child in node:
+            walk(child, x, y, size)
 
-    texts = [t for t in figure.findobj(Text) if t.get_visible() and t.get_text().strip()]
-    # Tick labels outside the ends of an axis exist, but are not drawn.
-    hidden = set()
-    for axes in figure.axes:
-        for axis in (axes.xaxis, axes.yaxis):
-            drawn = {id(t) for tick in axis._update_ticks() for t in (tick.label1, tick.label2) if t.get_visible()}
-            hidden |= {id(t) for t in axis.get_ticklabels(which="both") if id(t) not in drawn}
-    boxes = [(t.get_text(), t.get_window_extent(renderer)) for t in texts if id(t) not in hidden]
-    width, height = canvas.get_width_height()
-    found = [(a, b) for (a, one), (b, other) in itertools.combinations(boxes, 2) if one.overlaps(other)]
-    return found + [
-        (a, "") for a, box in boxes if box.x0 < -1 or box.y0 < -1 or box.x1 > width + 1 or box.y1 > height + 1
+    walk(ElementTree.fromstring(svg), 0.0, 0.0, 12.0)
+    return found
+
+
+def overlaps(svg: str) -> list[tuple[str, str]]:
+    """Pairs of texts of a drawing that lie on each other, and texts that leave it."""
+    x, y, width, height = map(float, re.search(r'viewBox="([^"]*)"', svg)[1].split())
+    boxes = texts_of(svg)
+    pairs = [
+        (a, b)
+        for (a, one), (b, other) in itertools.combinations(boxes, 2)
+        if one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
     ]
+    for word, (left, top, right, low) in boxes:
+        if left < x or top < y or right > x + width or low > y + height:
+            pairs.append((word, ""))
+    return pairs
 
 
 LONG = tuple(f"{n} ({6.3 * 1.4**n:,.4g} tokens)" for n in range(32))
@@ -91,22 +106,25 @@ LONG = tuple(f"{n} ({6.3 * 1.4**n:,.4g} tokens)" for n in range(32))
     ids=["30 layers", "long names", "many heads", "12 panels", "names"],
 )
 def test_no_label_lies_on_another_on_a_page_7_inches_wide(figure):
-    drawn = draw(figure)
-    assert drawn.get_size_inches()[0] == 7 and drawn.get_size_inches()[1] <= 10
+    drawn = svg([[figure]])
+    width, height = (float(re.search(f' {side}="([^"]*)"', drawn)[1]) for side in ("width", "height"))
+    assert width == 7 * 96 + 12 and height <= 10.3 * 96
     assert overlaps(drawn) == []
 
 
-def test_all_panels_have_one_scale_of_colours_and_one_bar():
-    figure = maps((5, 2, 3), "diverging")
-    drawn = draw(figure)
-    images = [axes.images[0] for axes in drawn.axes if axes.images]
-    largest = np.nanmax(np.abs(figure.values))
-    assert len(images) == 5 and len(drawn.axes) == 6  # the last one is the bar's
-    assert {image.get_clim() for image in images} == {(-largest, largest)}
-    for image, values in zip(images, figure.values, strict=True):
-        np.testing.assert_array_equal(np.ma.filled(image.get_array(), np.nan), values)
-    assert drawn.axes[0].patch.get_hatch()  # where nothing was measured
-    assert drawn.axes[-1].get_ylabel() == "nats of $x$" or drawn.axes[-1].get_xlabel() == "nats of $x$"
+def test_cells_that_were_not_measured_are_hatched_and_shares_are_written():
+    values = np.array([[[np.nan, 0.5], [1.0, 0.0]]])
+    names = ("all",), ("a", "b"), ("c", "d")
+    figure = HeatMaps("m", "T", "", values, *names, "", "", "", "found", "found", (0, 1), framed=1, texts=True)
+    drawn = render(figure, "svg").decode()
+    assert [word for word, _ in texts_of(drawn)][3:] == ["50", "100", "0", "a", "b", "c", "d"] + [
+        word for word, _ in texts_of(drawn)
+    ][10:]
+    image = re.search(r'href="data:image/png;base64,([^"]*)"', drawn)[1]
+    pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(image))).convert("RGB"))
+    quarters = [pixels[:12, :12], pixels[:12, 12:], pixels[12:, :12], pixels[12:, 12:]]
+    assert [len(np.unique(part.reshape(-1, 3), axis=0)) for part in quarters] == [2, 1, 1, 1]
+    assert "framed: the training length" in drawn and "hatched: not measured" in drawn
 
 
 @pytest.mark.parametrize(
@@ -127,21 +145,35 @@ def test_the_ends_of_the_colours(values, scale, limits, expected):
 
 
 def test_lines_have_bands_that_break_where_nothing_was_measured_and_points_have_bars():
-    (panel,) = draw(lines(1)).axes
-    assert len(panel.collections) == 3 and all(len(band.get_paths()) == 2 for band in panel.collections)
-    assert panel.get_xscale() == "log" and [t.get_text() for t in panel.texts] == [HOSTILE]
-    colours = [line.get_color() for line in panel.lines[:3]]
-    dashes = [line.get_linestyle() for line in panel.lines[:3]]
-    assert len(set(colours)) == 3 and dashes[0] == "-" and "--" in dashes
-    (panel,) = draw(lines(1, points=True)).axes
-    assert all(line.get_linestyle() == "None" for line in panel.lines[:3])
-    assert len({line.get_marker() for line in panel.lines[:3]}) == 3
+    drawn = svg([[lines(1)]])
+    assert len(re.findall(r"<path [^>]*fill-opacity", drawn)) == 6 and HOSTILE in [word for word, _ in texts_of(drawn)]
+    strokes = re.findall(r'<path d="[^"]*" stroke="(#\w+)" fill="none"[^>]*', drawn) or re.findall(
+        r'<path (?=[^>]*fill="none")[^>]*stroke="(#\w+)"', drawn
+    )
+    assert len(set(strokes)) == 3 and drawn.count("stroke-dasharray") >= 3
+    points = svg([[lines(1, points=True)]])
+    assert "<path" not in points and points.count("<circle") == 3 * 6 + 3
 
 
 def test_the_legend_names_each_label_and_mark_once_whatever_its_first_letter():
-    (legend,) = [one for part in draw(lines(6)).subfigs for one in part.legends]
-    assert [t.get_text() for t in legend.get_texts()] == ["a", "_b", HOSTILE, HOSTILE]
-    assert not any(t.get_parse_math() for t in legend.get_texts())
+    words = [word for word, _ in texts_of(svg([[lines(6)]]))]
+    assert [words.count(label) for label in ("a", "_b", HOSTILE)] == [1, 1, 1]
+    assert f"The vertical line marks 8: {HOSTILE}." in words
+
+
+def test_effects_have_their_numbers_their_margins_and_zero():
+    rows = (
+        Effect(
+            "one sentence that is long enough for two lines of the figure", 0.5, 0.25, 0.75, (0.1,), "+0.5", "#123456"
+        ),
+    )
+    drawn = svg([[Effects("u", "", rows, "nats")]], "refuted")
+    words = [word for word, _ in texts_of(drawn)]
+    assert {"refuted", "+0.5", "nats", "0"} <= set(words) and overlaps(drawn) == []
+    assert drawn.count("#123456") == 2 and words[1:3] == [
+        "one sentence that is long enough for two lines",
+        "of the figure",
+    ]
 
 
 def test_grids_have_few_empty_places():

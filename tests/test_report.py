@@ -16,7 +16,7 @@ from pe_lab.errors import UserError
 from pe_lab.page.document import build_page
 from pe_lab.report import main
 from pe_lab.results.runs import read_run, read_runs
-from pe_lab.results.tables import build_tables
+from pe_lab.results.scores import build_tables
 
 
 class Outline(HTMLParser):

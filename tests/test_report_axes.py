@@ -7,13 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from pe_lab.page.loss_charts import learned_charts, loss_chart, loss_comparison, offsets, running_mean, source_losses
-from pe_lab.page.run_charts import frequency_charts, rotation_of
+from pe_lab.page.colours import STYLES
+from pe_lab.page.run_charts import (
+    frequency_charts,
+    learned_charts,
+    loss_chart,
+    loss_comparison,
+    offsets,
+    rotation_of,
+    running_mean,
+    source_losses,
+)
 from pe_lab.page.score_charts import length_words, position_chart, score_chart
-from pe_lab.page.variants import STYLES, assign_styles
-from pe_lab.results.runs import Phase, Run
-from pe_lab.results.scores import Cell, Column, Table
-from pe_lab.results.tables import Bucket
+from pe_lab.page.variants import assign_styles
+from pe_lab.results.runs import PhaseFiles, RunFiles
+from pe_lab.results.table import Bucket, Cell, Length, Table
 
 
 def plot_of(chart: str) -> list[float]:
@@ -27,9 +35,9 @@ def series_of(chart: str) -> dict[str, list[list[float]]]:
 
 
 def table(values: dict[float, float], suite: str = "niah", columns=None, share: bool = True, ends=None) -> Table:
-    columns = columns or tuple(Column(factor, 64 * factor) for factor in values)
+    columns = columns or tuple(Length(factor, 64 * factor) for factor in values)
     cells = {("a", c.key): Cell(v, v, None, {}, share, ends) for c, v in zip(columns, values.values(), strict=True)}
-    return Table(suite, "vt", columns, {"a": {}}, cells)
+    return Table(columns, {"a": {}}, cells, suite, "vt")
 
 
 @pytest.mark.parametrize(("best", "top"), [(0.5, 0.56), (0.05, 0.1), (0.95, 1.0)])
@@ -41,7 +49,7 @@ def test_an_axis_of_shares_starts_at_none_and_ends_an_eighth_above_the_best(best
 def test_an_axis_with_bars_ends_above_the_highest_bar(high, top):
     chart = score_chart(table({1.0: 0.01, 2.0: 0.02}, ends=(0.0, high)), {}, "T", bars=True)
     assert plot_of(chart) == [1, 2, 1, 0, pytest.approx(top), 0] and "Thin bars" in chart
-    assert chart.count('opacity="0.6"') == 2 * 2  # a bar at each of two lengths, in two sizes
+    assert chart.count('stroke-opacity="0.6"') == 2 * 2  # a bar at each of two lengths, in two sizes
 
 
 def test_a_chart_of_scores_needs_two_lengths_and_bars_need_shares():
@@ -56,7 +64,7 @@ def test_the_training_length_is_marked_between_shorter_and_longer_ones():
     assert ">trained<" in score_chart(table({0.5: 0.5, 1.0: 0.5, 2.0: 0.5}), {}, "T")
     assert ">trained<" not in score_chart(table({1.0: 0.5, 2.0: 0.5}), {}, "T")  # it is the edge
     assert ">trained<" not in score_chart(table({0.5: 0.5, 2.0: 0.5}), {}, "T")
-    columns = tuple(Column(None, length) for length in (1, 2048))
+    columns = tuple(Length(None, length) for length in (1, 2048))
     chart = score_chart(table({1.0: 0.5, 2.0: 0.5}, columns=columns), {}, "T")
     assert plot_of(chart)[:3] == [1, 2048, 1] and ">tokens<" in chart and ">2.0K<" in chart
 
@@ -69,21 +77,21 @@ def test_a_range_of_lengths_stands_at_its_geometric_middle():
 
 
 def test_a_length_in_words():
-    assert length_words(Column(8.0, 1024)) == "8× the training length (1,024 tokens)"
-    assert length_words(Column(None, 1024)) == "1,024 tokens" and length_words(Column(2.0, None)).endswith("length")
+    assert length_words(Length(8.0, 1024)) == "8× the training length (1,024 tokens)"
+    assert length_words(Length(None, 1024)) == "1,024 tokens" and length_words(Length(2.0, None)).endswith("length")
 
 
 def test_scores_inside_sequences_stand_at_the_middles_of_their_bins():
     """Of 0 to 4, 4 to 12 and 12 to 52: 2, 8 and 32, with a tick at each power of two; the last one is the mark's."""
-    column = Column(1.0, 32)
+    column = Length(1.0, 32)
     losses = {"position_edges": [0, 4, 12, 52], "nll_by_position": [0.0, 60.0, 0.0]}
     shares = {"accuracy_by_distance": {"edges": [0, 4, 12, 52], "accuracy": [0.25, 0.5, 0.0]}}
     info = {"positional": [], "sequence_length": 32}
     charts = {}
     for suite, record in (("perplexity", losses), ("needles", shares)):
         cells = {("a", 1.0): Cell(1.0, 1.0, None, record)}
-        scores = Table(suite, "", (column,), {"a": {}}, cells)
-        run = Run("demo", Path("demo"), {}, [Phase("p", info)], {}, [])
+        scores = Table((column,), {"a": {}}, cells, suite)
+        run = RunFiles("demo", Path("demo"), {}, [PhaseFiles("p", info)], {}, [])
         charts[suite] = str(position_chart(run, scores, column, {}, "half"))
     perplexity, needles = charts["perplexity"], charts["needles"]
     # e^60 is cut to e^50, 5.18471e21.
@@ -101,15 +109,15 @@ def test_scores_inside_sequences_stand_at_the_middles_of_their_bins():
 # One run
 
 
-def phase(name: str, encoding: str, losses: list[float], first: int = 1, **more) -> Phase:
+def phase(name: str, encoding: str, losses: list[float], first: int = 1, **more) -> PhaseFiles:
     """A step of 10 tokens, each with its loss."""
     info = {"positional": [{"encoding": encoding}], "tokens_per_step": 10, "sequence_length": 64}
     metrics = [{"step": n, "tokens": 10 * n, "loss": loss, **more} for n, loss in enumerate(losses, first)]
-    return Phase(name, info, metrics)
+    return PhaseFiles(name, info, metrics)
 
 
-def run_of(*phases: Phase, evaluation=None, **model) -> Run:
-    return Run("demo", Path("demo"), {"config": {"model": model}}, list(phases), evaluation or {}, [])
+def run_of(*phases: PhaseFiles, evaluation=None, **model) -> RunFiles:
+    return RunFiles("demo", Path("demo"), {"config": {"model": model}}, list(phases), evaluation or {}, [])
 
 
 ROPE = phase("pretrain", "rope(base=500)", [3.0] * 40)
@@ -121,10 +129,10 @@ def test_phases_follow_each_other_whether_or_not_they_count_on():
     assert offsets(run_of(ROPE, on)) == {"pretrain": 0, "on": 0}
     assert offsets(run_of(ROPE, again, again.__class__("third", again.info, again.metrics)))["third"] == 450
     # The first record of a phase of its own may be of more tokens than the phase before it has read.
-    rare = Phase("rare", again.info, [{"step": n, "tokens": 10 * n, "loss": 2.0} for n in (50, 100)])
+    rare = PhaseFiles("rare", again.info, [{"step": n, "tokens": 10 * n, "loss": 2.0} for n in (50, 100)])
     assert offsets(run_of(ROPE, rare))["rare"] == 400
     # Where the batch has doubled, tokens are as logged, not steps times the last batch.
-    doubled = Phase(
+    doubled = PhaseFiles(
         "p", {"tokens_per_step": 20}, [{"step": n, "tokens": t, "loss": 2.0} for n, t in ((1, 10), (3, 40))]
     )
     assert offsets(run_of(doubled, again))["again"] == 40
@@ -135,8 +143,8 @@ def test_phases_follow_each_other_whether_or_not_they_count_on():
 
 
 def test_more_than_forty_losses_are_smoothed_over_a_sixtieth():
-    assert "opacity" not in loss_chart(run_of(ROPE))
-    assert loss_chart(run_of(phase("pretrain", "rope", [3.0] * 41))).count("opacity") == 2  # in both sizes
+    assert "stroke-opacity" not in loss_chart(run_of(ROPE))
+    assert loss_chart(run_of(phase("pretrain", "rope", [3.0] * 41))).count("stroke-opacity") == 2  # in both sizes
     points = [(float(i), 6.0 if i == 50 else 0.0) for i in range(180)]  # a window of 3
     assert {(x, y) for x, y in running_mean(points) if y} == {(49.0, 2.0), (50.0, 2.0), (51.0, 2.0)}
     assert running_mean(points[:59]) == points[:59]
@@ -162,9 +170,9 @@ def test_a_phase_without_losses_is_passed_over():
 
 
 def test_the_axis_is_of_steps_where_tokens_are_not_known():
-    steps = Phase("p", {"positional": []}, [{"step": n, "loss": 2.0} for n in (1, 2)])
+    steps = PhaseFiles("p", {"positional": []}, [{"step": n, "loss": 2.0} for n in (1, 2)])
     assert ">training steps<" in loss_chart(run_of(steps))
-    logged = Phase("p", {"positional": []}, [{"step": n, "tokens": 9 * n, "loss": 2.0} for n in (1, 2)])
+    logged = PhaseFiles("p", {"positional": []}, [{"step": n, "tokens": 9 * n, "loss": 2.0} for n in (1, 2)])
     assert ">training tokens<" in loss_chart(run_of(logged))
 
 
@@ -173,7 +181,7 @@ def test_learned_values_are_a_chart_for_each_parameter_and_a_line_for_each_layer
     values = {f"learned/wave.height/{n}{part}": n + high for n in range(12) for part, high in (("", 0.5), ("/high", 1))}
     values |= {f"learned/base.log/{n}": 9.0 for n in (0, 11)}
     metrics = [{"step": n, "tokens": 10 * n, **values} for n in (0, 1, 2)]
-    charts = learned_charts(run_of(Phase("p", {"positional": []}, metrics)))
+    charts = learned_charts(run_of(PhaseFiles("p", {"positional": []}, metrics)))
     base, wave = str(charts).split("<figure")[1:]
     assert (
         "Learned: base.log" in base and "value in a layer" in base and list(series_of(base)) == ["layer 0", "layer 11"]
@@ -196,7 +204,7 @@ def test_losses_by_source_need_two_sources():
 
 
 def test_each_run_has_its_colour_and_more_than_ten_are_dashed():
-    chart = loss_comparison([Run(f"r{i}", Path("r"), {}, [ROPE], {}, []) for i in range(11)])
+    chart = loss_comparison([RunFiles(f"r{i}", Path("r"), {}, [ROPE], {}, []) for i in range(11)])
     legend = chart[chart.index("<ul") : chart.index("</ul>")]
     colours = re.findall(r"--c-([\w-]+)", legend)
     assert len(set(colours[:10])) == 10 and colours[10] == colours[0] and legend.count("dasharray") == 1

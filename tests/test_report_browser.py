@@ -19,7 +19,7 @@ from PIL import Image
 from prompted_rows import all_suites, by_depth, row, write_rows
 from run_directories import WINNING, make_run
 
-from pe_lab.page.files import shown, slug
+from pe_lab.page.export import shown, slug
 from pe_lab.report import main
 from pe_lab.results.figures import HeatMaps, Line, LineCharts, layer_names
 from pe_lab.results.findings import Findings, write_findings

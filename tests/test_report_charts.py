@@ -11,11 +11,12 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from pe_lab.page.chart_parts import Axis, Series
+from pe_lab.page.axes import PlotAxis, decimate, linear_ticks, log_ticks, smooth
 from pe_lab.page.charts import line_chart
-from pe_lab.page.files import shown
-from pe_lab.page.ticks import decimate, linear_ticks, log_ticks, smooth
-from pe_lab.page.variants import Style, assign_styles
+from pe_lab.page.colours import Style
+from pe_lab.page.export import shown
+from pe_lab.page.plot import Series
+from pe_lab.page.variants import assign_styles
 
 PLAIN = Style("rope")
 PLOTS = {"wide": (56, 784, 28, 314, 960, 360), "narrow": (44, 344, 28, 236, 358, 280)}
@@ -23,8 +24,8 @@ PLOTS = {"wide": (56, 784, 28, 314, 960, 360), "narrow": (44, 344, 28, 236, 358,
 POINTS = [(10.0, 100.0), (15.0, 200.0), (20.0, 150.0)]
 
 
-def figure_of(*series: Series, x: Axis | None = None, y: Axis | None = None, **more) -> ElementTree.Element:
-    chart = line_chart("Scores", series, x or Axis("steps"), y or Axis("points"), **more)
+def figure_of(*series: Series, x: PlotAxis | None = None, y: PlotAxis | None = None, **more) -> ElementTree.Element:
+    chart = line_chart("Scores", series, x or PlotAxis("steps"), y or PlotAxis("points"), **more)
     return ElementTree.fromstring(str(chart))
 
 
@@ -82,7 +83,7 @@ def test_logarithmic_axes_have_equal_ratios_at_equal_distances():
     x from 2 to 32: four doublings of 182 pixels.
     """
     points = [(2.0, 10.0), (8.0, 1000.0), (32.0, 100.0)]
-    figure = figure_of(Series("a", points, PLAIN), x=Axis("x", log=True), y=Axis("y", log=True))
+    figure = figure_of(Series("a", points, PLAIN), x=PlotAxis("x", log=True), y=PlotAxis("y", log=True))
     svg = drawing(figure)
     assert corners(svg.find("g/path")) == [[56, 301], [420, 41], [784, 171]]
     assert [at(line, "y1")[0] for line in svg.findall("line[@class='grid']")] == [
@@ -99,7 +100,7 @@ def test_logarithmic_axes_have_equal_ratios_at_equal_distances():
 
 @pytest.mark.parametrize("log", [False, True])
 def test_one_point_is_a_dot_in_the_middle(log):
-    svg = drawing(figure_of(Series("a", [(7.0, 100.0)], PLAIN), x=Axis("x", log=log), y=Axis("y", log=log)))
+    svg = drawing(figure_of(Series("a", [(7.0, 100.0)], PLAIN), x=PlotAxis("x", log=log), y=PlotAxis("y", log=log)))
     (dot,) = svg.findall("g/circle")
     assert at(dot, "cx", "cy") == [420, 171] and svg.find("g/path") is None
     assert [at(line, "y1") for line in svg.findall("line[@class='grid']")] == [[171]]
@@ -107,14 +108,14 @@ def test_one_point_is_a_dot_in_the_middle(log):
 
 
 def test_what_is_outside_of_the_given_ends_is_drawn_at_the_edge_and_has_no_tick():
-    y = Axis("y", domain=(0.0, 10.0), ticks=(-5.0, 0.0, 5.0, 10.0, 15.0))
+    y = PlotAxis("y", domain=(0.0, 10.0), ticks=(-5.0, 0.0, 5.0, 10.0, 15.0))
     svg = drawing(figure_of(Series("a", [(0.0, -3.0), (1.0, 5.0), (2.0, 12.0)], PLAIN), y=y))
     assert corners(svg.find("g/path")) == [[56, 314], [420, 171], [784, 28]]
     assert [at(line, "y1")[0] for line in svg.findall("line[@class='grid']")] == [314, 171, 28]
 
 
 def test_long_labels_of_values_stay_in_the_picture():
-    y = Axis("y", ticks=(1e6,), show=lambda value: f"{value:,.0f}")
+    y = PlotAxis("y", ticks=(1e6,), show=lambda value: f"{value:,.0f}")
     svg = drawing(figure_of(Series("a", [(0.0, 1.0), (1.0, 2e6)], PLAIN), y=y), "narrow")
     label = next(text for text in svg.findall("text[@text-anchor='end']"))
     assert label.text == "1,000,000" and at(label, "x")[0] >= 7 * len(label.text)
@@ -138,7 +139,7 @@ def test_a_line_that_ends_early_has_its_name_without_a_stroke_to_it():
 
 def test_a_tick_has_no_zeros_after_the_point():
     points = [(-0.5, 10.0), (2.0, 90.0)]
-    svg = drawing(figure_of(Series("a", points, PLAIN), y=Axis("y", show=lambda value: f"{value:.0f}%")))
+    svg = drawing(figure_of(Series("a", points, PLAIN), y=PlotAxis("y", show=lambda value: f"{value:.0f}%")))
     assert list(words_below(svg)) == ["-0.5", "0", "0.5", "1", "1.5", "2"]
     labels = [text.text for text in svg.findall("text[@text-anchor='end']")]
     assert labels == ["20%", "40%", "60%", "80%"]  # 6.8 to 94.8
@@ -146,14 +147,14 @@ def test_a_tick_has_no_zeros_after_the_point():
 
 def test_labels_that_would_touch_are_left_out_and_none_leaves_the_picture():
     """A domain of 0 to 728 is a unit a pixel, from 56. A label of 10 letters takes 70 pixels."""
-    x = Axis("x", domain=(0.0, 728.0), ticks=(0.0, 72.0, 77.0, 154.0, 220.0, 728.0), show=lambda at: f"{at:010.0f}")
+    x = PlotAxis("x", domain=(0.0, 728.0), ticks=(0.0, 72.0, 77.0, 154.0, 220.0, 728.0), show=lambda at: f"{at:010.0f}")
     series = Series("a", [(0.0, 1.0), (728.0, 2.0)], PLAIN)
     svg = drawing(figure_of(series, x=x))
     assert {int(word): place for word, place in words_below(svg).items()} == {0: 56, 77: 133, 154: 210, 728: 784}
     ticks = [at(line, "x1")[0] for line in svg.findall("line[@class='axis']")[:-1]]
     assert ticks == [56, 128, 133, 210, 276, 784]  # the strokes stay
     # 300 pixels from 44 to 344 in a picture of 358: labels of 14 letters take 98.
-    x = Axis("x", domain=(0.0, 300.0), ticks=(0.0, 150.0, 300.0), show=lambda at: f"{at:014.0f}")
+    x = PlotAxis("x", domain=(0.0, 300.0), ticks=(0.0, 150.0, 300.0), show=lambda at: f"{at:014.0f}")
     narrow = drawing(figure_of(series, x=x), "narrow")
     assert list(words_below(narrow).values()) == [49, 194, 358 - 49]
 
@@ -187,7 +188,7 @@ def test_the_sizes_of_a_page_and_of_parts_of_it():
 def test_a_chart_shows_five_lines_until_all_are_asked_for():
     """The first five by `first`, then by their order; the others are in the picture and not displayed."""
     lines = [Series(f"{n}", [(0.0, 1.0 + n), (1.0, 2.0)], PLAIN) for n in range(7)]
-    figure = line_chart("T", lines, Axis("x"), Axis("y"), first=["6", "gone"])
+    figure = line_chart("T", lines, PlotAxis("x"), PlotAxis("y"), first=["6", "gone"])
     hidden = [re.findall("<title>([^<]*)", part)[0] for part in figure.split('<g class="more" display="none"><g>')[1:]]
     assert hidden[:2] == ["4", "5"] and "All 7 lines" in figure and figure.count('<li class="more">') == 2
     ends = [part.partition("</g>")[0] for part in figure.split('class="few"')[1:]]
@@ -195,13 +196,13 @@ def test_a_chart_shows_five_lines_until_all_are_asked_for():
     assert [sorted(found) for found in names] == [["0", "1", "2", "3", "6"]]
     data = json.loads(html.unescape(re.search('data-chart="([^"]*)', figure)[1]))
     assert [one["n"] for one in data["series"] if one.get("m")] == ["4", "5"] and len(data["series"]) == 7
-    few = line_chart("T", lines[:5], Axis("x"), Axis("y"))
+    few = line_chart("T", lines[:5], PlotAxis("x"), PlotAxis("y"))
     assert "more" not in few and "checkbox" not in few
 
 
 def test_a_file_of_a_chart_has_the_lines_that_are_shown_and_another_has_all():
     lines = [Series(f"{n}", [(0.0, 1.0 + n), (1.0, 2.0)], PLAIN) for n in range(7)]
-    first, every = shown(str(line_chart("T", lines, Axis("x"), Axis("y"))))
+    first, every = shown(str(line_chart("T", lines, PlotAxis("x"), PlotAxis("y"))))
     assert (first.name, every.name, every.rows) == ("t", "t-all-lines", []) and len(first.rows) == 15
     assert first.svg.count('display="none"') == 3 and every.svg.count('display="none"') == 1
 
@@ -209,7 +210,7 @@ def test_a_file_of_a_chart_has_the_lines_that_are_shown_and_another_has_all():
 def test_the_label_of_the_longest_length_is_never_left_out():
     """On a phone's width 16× and 32× touch: 16× gives way."""
     ticks = [1.0, 2.0, 4.0, 8.0, 16.0, 17.0]
-    axis = Axis("x", True, lambda value: f"{value:g}×", ticks)
+    axis = PlotAxis("x", True, lambda value: f"{value:g}×", ticks)
     svg = drawing(figure_of(Series("a", [(t, 1.0 + t) for t in ticks], PLAIN), x=axis), "narrow")
     assert "17×" in words_below(svg) and "16×" not in words_below(svg)
 
@@ -238,7 +239,7 @@ def test_each_series_has_its_colour_dash_and_dots():
         ["var(--c-pi)", "2.5", "8 4", "butt"],
         False,
     ]
-    assert [path.get("opacity") is not None for path in paths[:3]] == [True, False, False]
+    assert [path.get("stroke-opacity") is not None for path in paths[:3]] == [True, False, False]
     assert [path.find("title").text for path in paths[:3]] == ["thin", "solid", "dashed"]
     assert [[dot.get("fill") for dot in group.findall("circle")] for group in groups] == [
         [], [], ["var(--c-pi)"] * 3, ["var(--c-ntk)"] * 3,
@@ -288,7 +289,7 @@ def test_a_chart_is_said_in_words_and_has_the_numbers_of_its_tooltip():
 )
 def test_a_logarithmic_axis_alone_leaves_out_what_is_not_positive(x_log, y_log, kept):
     points = [(-1.0, 5.0), (0.0, 4.0), (1.0, 0.0), (2.0, -6.0), (3.0, 3.0), (4.0, float("nan")), (float("inf"), 1.0)]
-    figure = figure_of(Series("a", points, PLAIN), x=Axis("x", log=x_log), y=Axis("y", log=y_log))
+    figure = figure_of(Series("a", points, PLAIN), x=PlotAxis("x", log=x_log), y=PlotAxis("y", log=y_log))
     assert [point[0] for point in json.loads(figure.get("data-chart"))["series"][0]["p"]] == kept
 
 
@@ -297,7 +298,7 @@ def test_names_of_lines_that_end_at_the_top_are_a_line_of_text_apart():
     names = ["first", "second", long, "alone"]
     ends = (10.0, 9.9, 9.8, 5.0)  # y 28, 30.86, 33.72 and 171
     series = [Series(name, [(0.0, 0.0), (1.0, end)], PLAIN) for name, end in zip(names, ends, strict=True)]
-    svg = drawing(figure_of(*series, y=Axis("y", domain=(0.0, 10.0))))
+    svg = drawing(figure_of(*series, y=PlotAxis("y", domain=(0.0, 10.0))))
     labels = svg.findall("text[@class='end']")
     leaders = [corners(path) for path in svg.findall("path")]
     assert [start[1] for start, _ in leaders] == [pytest.approx(y, abs=0.06) for y in (28, 30.86, 33.72, 171)]
@@ -355,16 +356,16 @@ def test_a_spike_survives_decimation():
 def test_a_chart_leaves_out_what_cannot_be_drawn():
     style = Style("rope")
     points = [(0.0, 1.0), (1.0, float("nan")), (2.0, -1.0), (4.0, float("inf")), (8.0, 3.0)]
-    chart = line_chart("T", [Series("s", points, style)], Axis("x", log=True), Axis("y", log=True))
+    chart = line_chart("T", [Series("s", points, style)], PlotAxis("x", log=True), PlotAxis("y", log=True))
     data = json.loads(html.unescape(re.search(r'data-chart="([^"]*)"', chart).group(1)))
     assert [p[:2] for p in data["series"][0]["p"]] == [[8.0, 3.0]]
-    assert line_chart("T", [Series("s", points[1:2], style)], Axis("x"), Axis("y")) == ""
+    assert line_chart("T", [Series("s", points[1:2], style)], PlotAxis("x"), PlotAxis("y")) == ""
 
 
 @pytest.mark.parametrize("log", [False, True])
 def test_a_line_stays_inside_its_plot(log):
     points = [(1.0, 0.02), (4.0, 0.2), (8.0, 0.05)]
-    chart = line_chart("T", [Series("s", points, Style("rope"))], Axis("x", log=log), Axis("y", log=log))
+    chart = line_chart("T", [Series("s", points, Style("rope"))], PlotAxis("x", log=log), PlotAxis("y", log=log))
     frames = [json.loads(text) for text in re.findall(r'data-plot="([^"]*)"', chart)]
     paths = re.findall(r'<g><path d="M([^"]*)"', chart)
     assert len(frames) == len(paths) == 2  # wide and narrow
@@ -379,7 +380,7 @@ def test_a_line_stays_inside_its_plot(log):
 def test_names_at_the_ends_of_lines_are_apart_and_inside():
     ends = (0.0, 0.001, 0.002, 0.5, 1.0)
     series = [Series(f"line {end}", [(0.0, 0.5), (1.0, end)], Style("rope")) for end in ends]
-    chart = line_chart("T", series, Axis("position"), Axis("y", domain=(0.0, 1.0)))
+    chart = line_chart("T", series, PlotAxis("position"), PlotAxis("y", domain=(0.0, 1.0)))
     wide = re.search(r'<svg viewBox="0 0 960 360".*?</svg>', chart, re.S).group(0)
     left, right, top, bottom, *_ = json.loads(re.search(r'data-plot="([^"]*)"', wide).group(1))
     found = re.findall(r'<text x="([\d.]+)" y="([\d.]+)" class="end"[^>]*>([^<]*)<', wide)
@@ -394,7 +395,7 @@ def test_names_at_the_ends_of_lines_are_apart_and_inside():
 
 
 def test_variants_without_a_colour_of_their_own_get_spare_ones_in_order():
-    records = {f"custom {i}": {"variant": f"custom {i}", "method": "custom"} for i in range(6)}
+    records = {f"custom {i}": {"model": f"custom {i}", "variant": "custom"} for i in range(6)}
     assert [(style.colour, style.dash) for style in assign_styles(records).values()] == [
         *((colour, None) for colour in ("extra-1", "extra-2", "extra-3", "extra-4")),
         ("extra-1", "7 3"),

@@ -7,7 +7,6 @@ import html
 import io
 import json
 import re
-import sys
 from xml.etree import ElementTree
 
 import numpy as np
@@ -16,8 +15,7 @@ from PIL import Image
 from run_directories import WINNING, make_run
 
 from pe_lab.page.document import build_page
-from pe_lab.page.export import export_files
-from pe_lab.page.files import shown, slug, table_rows
+from pe_lab.page.export import export_files, shown, slug, table_rows
 from pe_lab.report import main
 from pe_lab.results.figures import HeatMaps, Line, LineCharts
 from pe_lab.results.findings import Findings, write_findings
@@ -117,8 +115,8 @@ def test_an_svg_stands_alone_with_its_title_legend_and_light_colours(page, files
     assert 'stroke="#5b6470"' in loss  # the light grey of RoPE
 
 
-def test_a_png_has_twice_the_size_and_ink_where_its_letters_are(run, tmp_path, monkeypatch, capsys):
-    from pe_lab.page.files import png
+def test_a_png_has_twice_the_size_and_ink_where_its_letters_are(run):
+    from pe_lab.page.figure_files import png
 
     one = next(one for one in shown(build_page([read_run(run)])) if one.svg)
     picture = Image.open(io.BytesIO(png(one.svg)))
@@ -126,9 +124,6 @@ def test_a_png_has_twice_the_size_and_ink_where_its_letters_are(run, tmp_path, m
     assert picture.size == (round(2 * width), round(2 * height)) and picture.format == "PNG"
     grey = np.asarray(picture.convert("L"))
     assert grey[0, 0] == 255 and (grey[10:60, :400] < 80).sum() > 200  # the title
-    monkeypatch.setitem(sys.modules, "resvg_py", None)
-    assert main([str(run), "--out", str(tmp_path / "a.html"), "--export", str(tmp_path / "out")]) == 2
-    assert "pip install 'pe-lab[report]'" in capsys.readouterr().err and not any(tmp_path.iterdir())
 
 
 def test_the_command_exports_the_chosen_formats(run, tmp_path, capsys):

@@ -15,10 +15,10 @@ from run_directories import WINNING, make_run
 from pe_lab.page.document import build_page
 from pe_lab.results.comparison import differing, paired_differences, representative, short_names
 from pe_lab.results.groups import curve_over_seeds, group_runs, pooled
-from pe_lab.results.paired import paired_t
 from pe_lab.results.runs import read_runs
-from pe_lab.results.scores import Table
-from pe_lab.results.tables import build_tables
+from pe_lab.results.scores import build_tables
+from pe_lab.results.statistics import paired_t
+from pe_lab.results.table import Table
 
 T2, T1 = 4.302653, 12.706205  # two-sided 95% quantiles of Student's t with 2 and 1 degrees of freedom, from tables
 METHODS = {key: value for key, value in WINNING.items() if key[1] in ("as trained", "YaRN")}
@@ -153,8 +153,8 @@ def test_two_seeds_have_a_range_and_equal_seeds_the_interval_of_their_samples(tm
 
 def test_curves_are_means_with_intervals_where_seeds_have_them():
     found = dict(curve_over_seeds([[(1, 1.0), (2, 4.0)], [(1, 2.0), (2, 6.0)], [(1, 3.0)]]))
-    assert found[1] == pytest.approx((2.0, 2 - T2 / 3**0.5, 2 + T2 / 3**0.5, 3))
-    assert found[2] == pytest.approx((5.0, 4.0, 6.0, 2))  # the range of two
+    assert found[1].numbers == pytest.approx((2.0, 2 - T2 / 3**0.5, 2 + T2 / 3**0.5)) and found[1].count == 3
+    assert found[2].numbers == (5.0, 4.0, 6.0) and found[2].count == 2  # the range of two
 
 
 def chart(page: str, title: str) -> dict[str, list]:
@@ -197,7 +197,7 @@ def test_differences_are_of_the_seeds_that_both_have(two_groups):
     ]
     assert at_1.name == "large − small" and at_1.share and at_1.difference.count == 3
     half = T2 * 0.53 * 0.02 / 3**0.5
-    assert at_1.difference[:3] == pytest.approx((0.0212, 0.0212 - half, 0.0212 + half))
+    assert at_1.difference.numbers == pytest.approx((0.0212, 0.0212 - half, 0.0212 + half))
     (loss,) = [
         one for one in found if one.what == "perplexity, stdlib" and one.labels[0] == "DroPE" and one.column.key == 1
     ]
@@ -214,11 +214,11 @@ def test_the_last_phase_stands_for_a_run_without_a_dropped_model(two_groups):
 
     rope, scaled = variant("RoPE", "as trained", "pretrain"), variant("ALiBi", "YaRN", "recalibrate")
     variants = {"RoPE": rope, "ALiBi": variant("ALiBi", "as trained", "recalibrate"), "ALiBi + YaRN": scaled}
-    assert representative(run, Table("perplexity", "text", (), variants, {})) == "ALiBi"
+    assert representative(run, Table((), variants, {}, "perplexity", "text")) == "ALiBi"
     dropped = {
         f"DroPE{end}": variant("DroPE", method, "recalibrate") for end, method in (("", "as trained"), (", β", "beta"))
     }
-    assert representative(run, Table("perplexity", "text", (), {"RoPE": rope, **dropped}, {})) == "DroPE, β"
+    assert representative(run, Table((), {"RoPE": rope, **dropped}, {}, "perplexity", "text")) == "DroPE, β"
 
 
 def test_the_page_corrects_p_for_the_comparisons_of_its_table(page):
@@ -231,7 +231,7 @@ def test_the_page_corrects_p_for_the_comparisons_of_its_table(page):
 
 def test_the_t_test_of_pairs_by_hand():
     found = paired_t([1.0, 3.0, 2.0], [0.0, 1.0, -1.0])  # 1, 2 and 3: t = 2 / (1 / sqrt 3) = 3.4641 with 2 degrees
-    assert found[:3] == pytest.approx((2, 2 - T2 / 3**0.5, 2 + T2 / 3**0.5), abs=1e-5)
+    assert found.numbers == pytest.approx((2, 2 - T2 / 3**0.5, 2 + T2 / 3**0.5), abs=1e-5)
     assert found.p == pytest.approx(1 - 3.4641016 / (3.4641016**2 + 2) ** 0.5) and found.count == 3
     assert paired_t([1.0, 1.0], [1.0, 1.0]).p == 1 and paired_t([2.0, 2.0], [1.0, 1.0]).p == 0
     one = paired_t([1.0], [0.0])

@@ -16,8 +16,7 @@ from pe_lab.evaluation.suites import AVERAGED
 from pe_lab.page.run_section import work_out
 from pe_lab.page.score_charts import score_chart
 from pe_lab.results.runs import read_run
-from pe_lab.results.scores import measure
-from pe_lab.results.tables import averages, build_tables, by_sequence_length
+from pe_lab.results.scores import averages, build_tables, by_sequence_length, measure
 from pe_lab.results.variants import kind
 
 
@@ -98,7 +97,7 @@ def test_an_average_is_of_a_variant_that_has_all_tasks(tmp_path):
     rows += [row("ruler", f"t{i}", "DroPE", 0.5, 128) for i in range(12)]
     write_rows(tmp_path, "ruler", rows)
     average = averages(found_in(tmp_path, "ruler"), AVERAGED)
-    assert average.source == "average" and list(average.variants) == ["RoPE"]
+    assert average.source == "average" and list(average.rows) == ["RoPE"]
     (cell,) = average.cells.values()
     assert cell.value == pytest.approx(6 / 13)
     # Errors of 13 independent means: sqrt(sum of variances) / 13. The one of 0 of 100 is Agresti and Coull's.
@@ -164,7 +163,9 @@ def test_charts_have_the_scores_and_bars_of_their_intervals(page):
     figure = re.search(r'<figure[^>]*data-chart="([^"]*)"><div class="chart-title">RULER, vt<.*?</figure>', page, re.S)
     series = {one["n"]: one["p"] for one in json.loads(html.unescape(figure.group(1)))["series"]}
     assert [point[:2] for point in series["RoPE + YaRN"]] == [[1, 0.9], [2, 0.4], [4, 0.2]]
-    bars = re.findall(r'<line x1="([\d.]+)" x2="([\d.]+)" y1="([\d.]+)" y2="([\d.]+)" [^>]*opacity', figure.group(0))
+    bars = re.findall(
+        r'<line x1="([\d.]+)" x2="([\d.]+)" y1="([\d.]+)" y2="([\d.]+)" [^>]*stroke-opacity', figure.group(0)
+    )
     assert len(bars) == 5 * 3 and all(x == other and float(low) > float(high) for x, other, low, high in bars)
     # The axis ends 4% above the highest bar, 0.9 and two standard errors of 0.03.
     ends = [json.loads(plot)[-2] for plot in re.findall(r'data-plot="([^"]*)"', figure.group(0))]

@@ -6,8 +6,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 from run_directories import make_run
 
-from pe_lab.page.loss_charts import loss_chart
-from pe_lab.page.run_charts import duration, event_table, time_chart
+from pe_lab.page.run_charts import duration, event_table, loss_chart, time_chart
 from pe_lab.results.runs import read_run
 
 EVENT = {

@@ -12,9 +12,10 @@ from run_directories import WINNING, make_run
 from pe_lab.page.document import HOW_THE_VERDICT_IS_MADE, build_page, headline, joint_headline
 from pe_lab.page.run_section import work_out
 from pe_lab.results.comparison import paired_differences
-from pe_lab.results.runs import Phase, Run, read_run, read_runs
+from pe_lab.results.groups import pooled
+from pe_lab.results.records import UNFINISHED, announced
+from pe_lab.results.runs import PhaseFiles, RunFiles, read_run, read_runs
 from pe_lab.results.standing import former_models
-from pe_lab.results.unfinished import FOLDER, announced
 from pe_lab.storage.manifest import MANIFEST
 
 STEPS = (("pretrain", "rope(base=10000)", 60), ("recalibrate", "nope", 40))
@@ -78,8 +79,8 @@ def test_an_interrupted_evaluation_is_marked_and_its_gaps_are_not_judged(tmp_pat
     ]
     assert "at 4× DroPE, β finds 54%" in found.headline and [d.column.key for d in found.duels[0][1]] == [1, 2, 4]
     with announced(run / "evaluation", records):
-        assert len(list((run / "evaluation" / FOLDER).iterdir())) == 1
-    assert not (run / "evaluation" / FOLDER).exists() and not work_out(read_run(run)).verdict.cautions
+        assert len(list((run / "evaluation" / UNFINISHED).iterdir())) == 1
+    assert not (run / "evaluation" / UNFINISHED).exists() and not work_out(read_run(run)).verdict.cautions
 
 
 def test_variants_on_other_samples_are_not_compared(tmp_path):
@@ -151,7 +152,7 @@ def test_of_groups_the_members_are_compared_on_the_same_samples(tmp_path):
             rewrite(member, with_tokens(tokens), ["perplexity"])
         runs = read_runs(members)
         runs = [replace(run, info=run.info | {"config": {"seed": n}}) for n, run in enumerate(runs)]
-        groups.append(replace(runs[0], name=name, members=tuple(runs)))
+        groups += pooled(runs)
     assert [one.what for one in paired_differences(groups, ["perplexity", "needles"]) if one.column] == ["needles"] * 20
     found = joint_headline([work_out(group) for group in groups])
     assert "perplexity on stdlib at 1×, 2×, 4× and 8×." in found and "has perplexity" not in found
@@ -161,8 +162,8 @@ def trained(name, losses, **info):
     """A group of runs: {seed: the last validation loss}; of one seed a run."""
     phase = {"phase": "pretrain", "sequence_length": 64, "status": "complete"} | info
     runs = [
-        Run(f"{name}-{seed}", Path(name), {"config": {"seed": seed}},
-            [Phase("pretrain", phase, [{"step": 1, "validation_loss": loss}])], {}, [])
+        RunFiles(f"{name}-{seed}", Path(name), {"config": {"seed": seed}},
+            [PhaseFiles("pretrain", phase, [{"step": 1, "validation_loss": loss}])], {}, [])
         for seed, loss in losses.items()
     ]  # fmt: skip
     return replace(runs[0], name=name, members=tuple(runs) if len(runs) > 1 else ())

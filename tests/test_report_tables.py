@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 from prompted_rows import row
 
-from pe_lab.analysis.frequencies import Settings, size_text, telling_pairs
+from pe_lab.analysis.frequencies import Settings, telling_pairs
 from pe_lab.page import provenance, tables
 from pe_lab.page.document import headline, joint_headline
 from pe_lab.page.markup import element, folded, text
-from pe_lab.page.run_section import section, title_of, top, work_out
-from pe_lab.page.task_section import suite_parts
-from pe_lab.results.runs import Phase, Run
-from pe_lab.results.scores import Column
-from pe_lab.results.tables import build_tables
+from pe_lab.page.run_section import section, suite_parts, title_of, top, work_out
+from pe_lab.results.formatting import size_text
+from pe_lab.results.runs import PhaseFiles, RunFiles
+from pe_lab.results.scores import build_tables
+from pe_lab.results.table import Length
 
 
 def plain(markup: object) -> str:
@@ -32,12 +32,12 @@ def lines(markup: object) -> list[list[str]]:
 
 def phase(name="pretrain", steps=600, logged=600, **info):
     known = {"phase": name, "steps": steps, "sequence_length": 64, "tokens_per_step": 2048, "status": "complete"}
-    return Phase(name, known | info, [{"step": logged}] if logged else [])
+    return PhaseFiles(name, known | info, [{"step": logged}] if logged else [])
 
 
 def run_of(evaluation=None, phases=None, name="one", source="", **info):
     phases = [phase()] if phases is None else phases
-    return Run(name, Path(f"runs/{name}"), info, phases, dict(evaluation or {}), [], source)
+    return RunFiles(name, Path(f"runs/{name}"), info, phases, dict(evaluation or {}), [], source)
 
 
 def measured(label="RoPE", factor=2.0, **more):
@@ -81,13 +81,13 @@ def test_a_cells_hover_text_says_how_it_was_measured():
     )
     assert 'class="trained"' in cell and "<small>as trained</small>" in cell
     assert "trained" not in re.sub('title="[^"]*"', "", str(tables.score_cell(
-        first_table("needles", [measured("RoPE", 1.0, accuracy=0.5, beta=1.0)]), "RoPE", Column(1.0, 64), framed=False
+        first_table("needles", [measured("RoPE", 1.0, accuracy=0.5, beta=1.0)]), "RoPE", Length(1.0, 64), framed=False
     )))  # fmt: skip
     prompted = row(
         "niah", "a", "RoPE", 0.5, 128, scores={"fraction_found": 0.5, "all_found": 0.25, "x": "y"}, truncated=3
     )
     cell = plain(
-        str(tables.score_cell(first_table("niah", [prompted]), "RoPE", Column(2.0, 128))).replace("title=", ">")
+        str(tables.score_cell(first_table("niah", [prompted]), "RoPE", Length(2.0, 128))).replace("title=", ">")
     )
     assert "all found 25%" in cell and "fraction found" not in cell and "3 of them to sequences" in cell
     assert cell.endswith("50% 40–60% all: 25%") and "β =" not in cell
@@ -106,7 +106,7 @@ def test_what_is_not_measured_is_a_dash_in_the_frame_of_its_column():
 
 def heats(suite, records):
     scores = first_table(suite, records)
-    found = [tables.score_cell(scores, label, scores.columns[0]) for label in scores.variants]
+    found = [tables.score_cell(scores, label, scores.columns[0]) for label in scores.rows]
     return [re.search(r"--heat:([^\"]*)", cell).group(1) for cell in found]
 
 
@@ -150,11 +150,11 @@ def test_tasks_name_their_metric_once_or_each_its_own():
         rows = [row("niah", f"t{i}", "RoPE", 0.5, 128, metric=metric) for i, metric in enumerate(metrics)]
         return build_tables("niah", [run_of({"niah": rows})])
 
-    same = tables.task_table(tasks("f1_score", "f1_score"), Column(2.0, 128), {})
+    same = tables.task_table(tasks("f1_score", "f1_score"), Length(2.0, 128), {})
     assert lines(same)[0] == ["Variant", "t0", "t1"] and plain(same).startswith(
         "Needle in a haystack at 2× (128 tokens) (f1 score) Variant"
     )
-    mixed = tables.task_table(tasks("f1", "acc"), Column(2.0, 128), {})
+    mixed = tables.task_table(tasks("f1", "acc"), Length(2.0, 128), {})
     assert lines(mixed)[0] == ["Variant", "t0 f1", "t1 acc"]
     assert plain(mixed).startswith("Needle in a haystack at 2× (128 tokens) Variant")
     own = build_tables("longbench", [run_of({"longbench": [row("longbench", "t", "RoPE", 0.5)]})])
@@ -260,7 +260,7 @@ def test_a_phases_machine_and_model_in_a_line():
     model = {"layers": 3, "d_model": 1024, "heads": 0, "qk_norm": "head", "dtype": "float32"}
     first = phase(parameters=221_440, seconds=50, batch_size=32, flops_per_token_full=1.5e6, logged=300,
                   status="running", positional=[{"layers": "0-2", "encoding": "rope", "window": 8}, {}])  # fmt: skip
-    first = Phase(
+    first = PhaseFiles(
         first.name,
         first.info,
         first.metrics,

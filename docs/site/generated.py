@@ -43,7 +43,7 @@ API = {
     ),
     "results": (
         "Results",
-        ["pe_lab.results.records", "pe_lab.results.samples", "pe_lab.results.scores", "pe_lab.results.intervals"],
+        ["pe_lab.results.records", "pe_lab.results.table", "pe_lab.results.scores", "pe_lab.results.statistics"],
     ),
     "errors": ("Errors", ["pe_lab.errors"]),
 }  # fmt: skip

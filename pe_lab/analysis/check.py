@@ -24,7 +24,8 @@ from pe_lab.model import Model, Params
 from pe_lab.model.encoding_check import CONFIG, LENGTH, Check, check
 from pe_lab.positional import HOOKS, Layer, Rope, Schedule, build_schedule, has, label, layers
 from pe_lab.positional.registry import ENCODINGS
-from pe_lab.results.findings import Findings, TextTable
+from pe_lab.results.findings import Findings
+from pe_lab.results.table import TextTable
 from pe_lab.storage import write_file
 from pe_lab.terminal import Progress, console
 

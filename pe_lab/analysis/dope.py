@@ -28,9 +28,9 @@ from pe_lab.evaluation.variants import Subject, Variant
 from pe_lab.positional import DOPE, denoise_by
 from pe_lab.positional.codec import numbers_and_ranges
 from pe_lab.results.figures import Figure, HeatMaps, Line, LineCharts
-from pe_lab.results.findings import Findings, TextTable
-from pe_lab.results.intervals import Mean, mean_of
-from pe_lab.results.paired import SIGNIFICANT, Difference, holm, paired, verdict
+from pe_lab.results.findings import Findings
+from pe_lab.results.statistics import SIGNIFICANT, Difference, with_holm
+from pe_lab.results.table import Cell, Metric, Table, TextTable, by_sample, samples_cell
 from pe_lab.terminal import any_seed, console, positive
 
 ORDERS = ("ascending", "descending")
@@ -236,43 +236,43 @@ def _run(session: AnalysisSession) -> Findings | None:
         (id(group.variant), _task_name(group.task)): records for group, _, records in answers.answered()
     }
     zero = _zero_shot(sweep)
-    compared = _comparisons(sweep, models, answered)
-    tasks = [_task_name(task) for task in sweep.tasks]
+    tables = [
+        _scores({BASE: variant, **cells}, sweep.tasks, answered)
+        for variant, cells in zip(session.variants, models, strict=True)
+    ]
+    compared = with_holm(
+        {
+            (v, model, task): by_sample(tables[v].cells[cell, task], tables[v].cells[BASE, task])
+            for v, variant in enumerate(session.variants)
+            for task in map(_task_name, sweep.tasks)
+            for model, cell in {id(one): cell for cell, one in models[v].items() if one is not variant}.items()
+        }
+    )
     results = []
-    for variant, name, cells in zip(session.variants, session.names, models, strict=True):
-        base = {task: _scores(answered[id(variant), task]) for task in tasks}
-        rows = [
-            (cell, {task: _scores(answered[id(one), task]) for task in tasks}, compared.get(id(one)))
-            for cell, one in cells.items()
-        ]
+    for v, (variant, name, cells) in enumerate(zip(session.variants, session.names, models, strict=True)):
+        differences = {(model, task): one for (of, model, task), one in compared.items() if of == v}
         chosen = {cell: _edited(one, variant, sweep.length) for cell, one in cells.items()}
-        results.append(CellScores(name, base, rows, zero.get(variant.subject.id), chosen))
-    return findings(results, tasks, sweep.length, session.arguments.seed)
+        model_of = {cell: id(one) for cell, one in {BASE: variant, **cells}.items()}
+        shot = zero.get(variant.subject.id)
+        results.append(DopeScores(name, tables[v], model_of, differences, shot and _mean(shot), chosen))
+    return findings(results, list(map(_task_name, sweep.tasks)), sweep.length, session.arguments.seed)
 
 
-def _comparisons(
-    sweep: DopeSweep,
-    models: Sequence[Mapping[DopeCell, Variant]],
-    answered: Mapping[tuple[int, str], list[dict[str, Any]]],
-) -> dict[int, dict[str, Comparison]]:
-    """Every distinct denoised model against the one without DoPE, by task; p-values corrected for their number."""
-    found: list[tuple[int, str, Any]] = []
-    for variant, cells in zip(sweep.session.variants, models, strict=True):
-        others = {id(one): one for one in cells.values() if one is not variant}
-        for task in map(_task_name, sweep.tasks):
-            base, clusters = _scores(answered[id(variant), task])
-            found += [(one, task, paired(_scores(answered[one, task])[0], base, clusters)) for one in others]
-    corrected = holm([difference.p for *_, difference in found])
-    compared: dict[int, dict[str, Comparison]] = {}
-    for (one, task, difference), p in zip(found, corrected, strict=True):
-        compared.setdefault(one, {})[task] = Comparison(difference, float(p))
-    return compared
+def _scores(
+    models: Mapping[Any, Variant], tasks: Sequence[PromptTask], answered: Mapping[tuple[int, str], list[dict[str, Any]]]
+) -> Table:
+    """The table of the answered samples of models by task."""
+    names = list(map(_task_name, tasks))
+    cells = {(row, task): _mean(answered[id(one), task]) for row, one in models.items() for task in names}
+    return Table(tuple(map(Metric, names)), models, cells)
 
 
-def _scores(records: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[Any]]:
-    """The scores of answered samples, and their clusters."""
+def _mean(records: Sequence[Mapping[str, Any]]) -> Cell:
+    """The mean score of answered samples, of which those of a cluster count as one."""
     clusters = [record["metadata"].get("cluster", record["index"]) for record in records]
-    return [record["score"] for record in records], clusters
+    found = samples_cell([record["score"] for record in records], clusters)
+    assert found is not None  # samples were counted before anything was measured
+    return found
 
 
 def _zero_shot(sweep: DopeSweep) -> dict[str, list[dict[str, Any]]]:
@@ -323,7 +323,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 # The results: one sorted table a variant, with the model without DoPE in it, and figures
 
 ORDER_NAMES = {"ascending": "ASC", "descending": "DESC"}
-Scores = tuple[list[float], list[Any]]  # of samples, and their clusters
+BASE = "no DoPE"  # the row of the model without it
 
 
 class DopeCell(NamedTuple):
@@ -345,43 +345,42 @@ class DopeCell(NamedTuple):
         return f"{self.method} {self.criterion} {rank_name(self.rank)} {self.heads} {self.order}"
 
 
-class Comparison(NamedTuple):
-    """A difference from the model without DoPE on the same samples, and its p-value after Holm's correction."""
-
-    difference: Difference
-    corrected: float
-
-    @property
-    def verdict(self) -> str:
-        return verdict(self.difference, self.corrected)
-
-
-Row = tuple[DopeCell, Mapping[str, Scores], Mapping[str, Comparison] | None]
-
-
-class CellScores(NamedTuple):
+class DopeScores(NamedTuple):
     """All that was measured of one variant.
 
     Attributes:
       name: of the variant.
-      base: task -> scores without DoPE.
-      rows: (cell, task -> scores, task -> comparison); None: the cell changes nothing.
-      zero_shot: sample records of the zero-shot task; None: not asked.
+      table: scores by cell of the sweep, and of `BASE`, and by task. Cells that choose the same heads are one model.
+      models: the model of each cell; cells whose model is that of `BASE` change nothing.
+      differences: {(model, task): from the model without DoPE on the same samples}, p corrected for the whole sweep.
+      zero_shot: of the zero-shot task; None: not asked.
       heads: [layer, head] of those that each cell denoises.
     """
 
     name: str
-    base: Mapping[str, Scores]
-    rows: Sequence[Row]
-    zero_shot: Sequence[Mapping[str, Any]] | None
+    table: Table
+    models: Mapping[DopeCell | str, int]
+    differences: Mapping[tuple[int, str], Difference]
+    zero_shot: Cell | None
     heads: Mapping[DopeCell, list[list[int]]]
 
+    @property
+    def cells(self) -> list[DopeCell]:
+        return [cell for cell in self.table.rows if cell != BASE]
 
-def findings(results: Sequence[CellScores], tasks: Sequence[str], length: int, seed: int) -> Findings:
+    def score(self, cell: DopeCell | str, task: str) -> Cell:
+        return self.table.cells[cell, task]
+
+    def difference(self, cell: DopeCell, task: str) -> Difference | None:
+        """The difference that a cell makes; None if it changes nothing."""
+        return self.differences.get((self.models[cell], task))
+
+
+def findings(results: Sequence[DopeScores], tasks: Sequence[str], length: int, seed: int) -> Findings:
     """The tables, figures, sentences and `cells.json` of a sweep."""
-    compared = [one for result in results for one in _distinct(result)]
+    compared = [one for result in results for one in result.differences.values()]
     luck = len(compared) * SIGNIFICANT / 2
-    looks = sum(one.difference.p < SIGNIFICANT and one.difference.mean > 0 for one in compared)
+    looks = sum(one.p < SIGNIFICANT and one.mean > 0 for one in compared)
     counts = {word: sum(one.verdict == word for one in compared) for word in ("better", "worse", "tie")}
     sentences = [
         f"{len(compared)} comparisons with the model without DoPE, on the same prompts: {counts['better']} better, "
@@ -393,50 +392,40 @@ def findings(results: Sequence[CellScores], tasks: Sequence[str], length: int, s
     written = []
     for v, result in enumerate(results):
         suffix, of = (f"_{v}", f" of {result.name}") if len(results) > 1 else ("", "")
-        ranked = sorted(result.rows, key=lambda row: -_mean(row[1][tasks[0]]).score)
         title = (
             f"DoPE on {result.name} at {length:,} tokens, sorted by {tasks[0]} (95% intervals). Of {len(compared)} "
             f"comparisons up to {luck:.1f} would look better by luck; the verdicts are after Holm's correction"
         )
-        tables.append(_table(result, ranked, tasks, title))
-        figures += _figures(result, ranked, tasks, suffix, of)
-        sentences += _sentences(result, ranked, tasks, seed)
-        shape = (len(result.rows), len(tasks))
+        tables.append(_table(result, tasks, title))
+        figures += _figures(result, tasks, suffix, of)
+        sentences += _sentences(result, tasks, seed)
+        shape = (len(result.cells), len(tasks))
         for key, of_pair in (("score", _score), ("difference", _difference), ("corrected_p", _corrected)):
-            values = [[of_pair(row, task) for task in tasks] for row in result.rows]
+            values = [[of_pair(result, cell, task) for task in tasks] for cell in result.cells]
             numbers[f"{key}{suffix}"] = np.array(values, np.float64).reshape(shape)
-        written += [_record(result, row, task) for row in result.rows for task in tasks]
+        written += [_record(result, cell, task) for cell in result.cells for task in tasks]
     shapes = {name: "[C, T] cell as in cells.json, task" for name in ("score", "difference", "corrected_p")}
     files = {"cells.json": (json.dumps(written, indent=1, allow_nan=False) + "\n").encode()}
     return Findings(tuple(sentences), tuple(tables), tuple(figures), numbers, shapes, files=files)
 
 
-def _distinct(result: CellScores) -> list[Comparison]:
-    """The comparisons of all different models of a variant."""
-    found = {id(comparisons): comparisons for _, _, comparisons in result.rows if comparisons is not None}
-    return [one for comparisons in found.values() for one in comparisons.values()]
+def _score(result: DopeScores, cell: DopeCell, task: str) -> float:
+    return result.score(cell, task).value
 
 
-def _mean(scores: Scores) -> Mean:
-    found = mean_of(*scores)
-    assert found is not None  # samples were counted before anything was measured
-    return found
+def _difference(result: DopeScores, cell: DopeCell, task: str) -> float:
+    found = result.difference(cell, task)
+    return 0.0 if found is None else found.mean
 
 
-def _score(row: Row, task: str) -> float:
-    return _mean(row[1][task]).score
+def _corrected(result: DopeScores, cell: DopeCell, task: str) -> float:
+    found = result.difference(cell, task)
+    return 1.0 if found is None else found.corrected
 
 
-def _difference(row: Row, task: str) -> float:
-    return 0.0 if row[2] is None else row[2][task].difference.mean
-
-
-def _corrected(row: Row, task: str) -> float:
-    return 1.0 if row[2] is None else row[2][task].corrected
-
-
-def _percent(mean: Mean) -> str:
-    return f"{100 * mean.score:.1f}% ({100 * mean.low:.0f}–{100 * mean.high:.0f})"
+def _percent(cell: Cell) -> str:
+    low, high = cell.ends
+    return f"{100 * cell.value:.1f}% ({100 * low:.0f}–{100 * high:.0f})"
 
 
 def _points(difference: Difference) -> str:
@@ -444,76 +433,71 @@ def _points(difference: Difference) -> str:
     return f"{100 * difference.mean:+.1f} ({low} to {high})"
 
 
-def _table(result: CellScores, ranked: Sequence[Row], tasks: Sequence[str], title: str) -> TextTable:
+def _table(result: DopeScores, tasks: Sequence[str], title: str) -> TextTable:
     header = ["method", "criterion", "entropy", "order", "heads"]
     for task in tasks:
         header += [task, "points from none", "after Holm"]
-    rows = []
-    for cell, scores, comparisons in ranked:
+    rows = []  # (score, place among equal ones, texts)
+    for cell in result.cells:
         row = [cell.method, cell.criterion, rank_name(cell.rank), ORDER_NAMES[cell.order], str(cell.heads)]
         for task in tasks:
-            row.append(_percent(_mean(scores[task])))
-            row += ["", "same model"] if comparisons is None else _cells(comparisons[task])
-        rows.append((_mean(scores[tasks[0]]).score, 1, row))
-    none = ["no DoPE", "", "", "", ""]
+            found = result.difference(cell, task)
+            row += [_percent(result.score(cell, task)), *_compared(found)]
+        rows.append((_score(result, cell, tasks[0]), 1, row))
+    none = [BASE, "", "", "", ""]
     for task in tasks:
-        none += [_percent(_mean(result.base[task])), "", ""]
-    rows.append((_mean(result.base[tasks[0]]).score, 0, none))
+        none += [_percent(result.score(BASE, task)), "", ""]
+    rows.append((result.score(BASE, tasks[0]).value, 0, none))
     if result.zero_shot is not None:
-        mean = _zero_mean(result.zero_shot)
         row = ["zero-shot, as trained", "", "", "", ""]
         for task in tasks:
-            row += [_percent(mean) if task.startswith("many_shot:") else "", "", ""]
-        rows.append((mean.score, 0, row))
+            row += [_percent(result.zero_shot) if task.startswith("many_shot:") else "", "", ""]
+        rows.append((result.zero_shot.value, 0, row))
     rows.sort(key=lambda row: (-row[0], row[1]))
     return TextTable(title, tuple(header), tuple(tuple(row) for *_, row in rows), words=4)
 
 
-def _cells(comparison: Comparison) -> list[str]:
-    return [_points(comparison.difference), comparison.verdict]
+def _compared(difference: Difference | None) -> list[str]:
+    return ["", "same model"] if difference is None else [_points(difference), difference.verdict]
 
 
-def _zero_mean(records: Sequence[Mapping[str, Any]]) -> Mean:
-    return _mean(([record["score"] for record in records], [record["index"] for record in records]))
-
-
-def _sentences(result: CellScores, ranked: Sequence[Row], tasks: Sequence[str], seed: int) -> list[str]:
+def _sentences(result: DopeScores, tasks: Sequence[str], seed: int) -> list[str]:
     written = []
-    models = {id(comparisons) for _, _, comparisons in result.rows if comparisons is not None}
-    same = sum(comparisons is None for *_, comparisons in result.rows)
-    if len(models) + same < len(result.rows):
+    models, same = set(result.models.values()), sum(result.models[c] == result.models[BASE] for c in result.cells)
+    if len(models) - 1 + same < len(result.cells):
         written.append(
-            f"{result.name}: {len(result.rows)} cells are {len(models)} different models; others choose the same heads."
+            f"{result.name}: {len(result.cells)} cells are {len(models) - 1} different models; others choose the same "
+            "heads."
         )
     for task in tasks:
-        best = max(ranked, key=lambda row: _score(row, task))
-        base, text = _mean(result.base[task]), ""
-        if best[2] is not None:
-            one = best[2][task]
-            text = f", {_points(one.difference)} points, p = {one.corrected:.2g} after Holm ({one.verdict})"
+        ranked = sorted(result.cells, key=lambda cell: -_score(result, cell, tasks[0]))
+        best = max(ranked, key=lambda cell: _score(result, cell, task))
+        base, text = result.score(BASE, task), ""
+        if found := result.difference(best, task):
+            text = f", {_points(found)} points, p = {found.corrected:.2g} after Holm ({found.verdict})"
         written.append(
-            f"{result.name}, {task}: {_percent(base)} without DoPE; the best cell, {best[0].name}, has "
-            f"{_percent(_mean(best[1][task]))}{text}. The best of many is partly luck: measure it again on other "
+            f"{result.name}, {task}: {_percent(base)} without DoPE; the best cell, {best.name}, has "
+            f"{_percent(result.score(best, task))}{text}. The best of many is partly luck: measure it again on other "
             f"prompts (--seed={seed + 2})."
         )
     return written
 
 
-def _record(result: CellScores, row: Row, task: str) -> dict[str, Any]:
+def _record(result: DopeScores, cell: DopeCell, task: str) -> dict[str, Any]:
     """One cell on one task, for `cells.json`."""
-    cell, scores, comparisons = row
-    mean = _mean(scores[task])
+    of = result.score(cell, task)
+    low, high = of.ends
     record = {"variant": result.name, "task": task, **cell._asdict(), "chosen": result.heads[cell]}
-    record |= {"score": mean.score, "low": mean.low, "high": mean.high, "samples": mean.count}
-    record["baseline"] = _mean(result.base[task]).score
-    if comparisons is not None:
-        one = comparisons[task]
-        record |= {"difference": one.difference._asdict(), "corrected_p": one.corrected, "verdict": one.verdict}
+    record |= {"score": of.value, "low": low, "high": high, "samples": of.record["samples"]}
+    record["baseline"] = result.score(BASE, task).value
+    if found := result.difference(cell, task):
+        numbers = {name: getattr(found, name) for name in ("mean", "low", "high", "p", "count")}
+        record |= {"difference": numbers, "corrected_p": found.corrected, "verdict": found.verdict}
     return record
 
 
-def _figures(result: CellScores, ranked: Sequence[Row], tasks: Sequence[str], suffix: str, of: str) -> list[Figure]:
-    cells = [row[0] for row in result.rows]
+def _figures(result: DopeScores, tasks: Sequence[str], suffix: str, of: str) -> list[Figure]:
+    cells = result.cells
     panels = list(dict.fromkeys((c.method, c.criterion) for c in cells))
     rows = list(dict.fromkeys((c.rank, c.order) for c in cells))
     columns = list(dict.fromkeys(c.heads for c in cells))
@@ -521,10 +505,9 @@ def _figures(result: CellScores, ranked: Sequence[Row], tasks: Sequence[str], su
     for task in tasks:
         name = task.replace(":", "_")
         values = np.full((len(panels), len(rows), len(columns)), np.nan)
-        for row in result.rows:
-            c = row[0]
+        for c in cells:
             at = panels.index((c.method, c.criterion)), rows.index((c.rank, c.order)), columns.index(c.heads)
-            values[at] = 100 * _difference(row, task)
+            values[at] = 100 * _difference(result, c, task)
         drawn.append(
             HeatMaps(
                 f"difference_{name}{suffix}",
@@ -542,12 +525,11 @@ def _figures(result: CellScores, ranked: Sequence[Row], tasks: Sequence[str], su
                 "diverging",
             )
         )
-        means = sorted((_mean(row[1][task]) for row in ranked), key=lambda mean: -mean.score)
-        base, x = _mean(result.base[task]), np.arange(len(means), dtype=float)
-        level = [np.full(len(x), y) for y in (base.score, base.low, base.high)]
+        ranked = sorted((result.score(cell, task) for cell in cells), key=lambda one: -one.value)
+        base, x = result.score(BASE, task), np.arange(len(ranked), dtype=float)
         lines = (
-            Line("DoPE", x, *(np.array([getattr(m, part) for m in means]) for part in ("score", "low", "high"))),
-            Line("without DoPE", x, *level),
+            Line("DoPE", x, *np.array([(one.value, *one.ends) for one in ranked]).T),
+            Line("without DoPE", x, *(np.full(len(x), y) for y in (base.value, *base.ends))),
         )
         drawn.append(
             LineCharts(

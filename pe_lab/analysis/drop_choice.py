@@ -17,7 +17,7 @@ from pe_lab.analysis.losses import EditedLosses, EditPlace, edited_layers, greed
 from pe_lab.analysis.session import AnalysisSession, open_session
 from pe_lab.errors import ConfigError
 from pe_lab.positional import Layer, drop
-from pe_lab.results.intervals import interval
+from pe_lab.results.statistics import interval
 from pe_lab.storage import AnyPath
 
 Search = Literal["greedy", "first-order"]

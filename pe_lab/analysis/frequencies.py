@@ -22,7 +22,9 @@ from pe_lab.errors import ConfigError, did_you_mean
 from pe_lab.positional import Layer, PartialRope, Rope, Yarn, frequencies, to_json
 from pe_lab.positional.scalings import SCALINGS
 from pe_lab.results.figures import Figure, Line, LineCharts
-from pe_lab.results.findings import Findings, TextTable
+from pe_lab.results.findings import Findings
+from pe_lab.results.formatting import size_text
+from pe_lab.results.table import TextTable
 
 # The display name of a scaling by its name in recipes.
 METHODS = {
@@ -261,14 +263,6 @@ def telling_pairs(settings: Settings) -> list[int]:
     return sorted(pair for pair in chosen if 0 <= pair < pairs)
 
 
-def size_text(size: float) -> str:
-    """10.2 GB, in decimal units."""
-    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if size >= unit:
-            return f"{size / unit:.3g} {name}"
-    return f"{size:.0f} B"
-
-
 def figures(numbers: Numbers) -> tuple[Figure, ...]:
     """DroPE's Figures 6 (the first factor) and 11 (all factors), and Partial RoPE's Figure 1."""
     settings = numbers.settings
@@ -287,6 +281,7 @@ def figures(numbers: Numbers) -> tuple[Figure, ...]:
             some,
             "pair of channels, from the fastest to the slowest",
             "new frequency / old frequency",
+            y_limits=(0.0, 1.06),
         )
 
     lengths = np.array(CACHE_LENGTHS, np.float64)
@@ -307,6 +302,9 @@ def figures(numbers: Numbers) -> tuple[Figure, ...]:
             "bytes",
             log_x=True,
             log_y=True,
+            x_unit="length",
+            y_unit="bytes",
+            x_ticks=(2.0**12, 2.0**14, 2.0**16, 2.0**18, 2.0**20, 2.0**22, 1e7),
         ),
     )
 

@@ -26,8 +26,9 @@ from pe_lab.evaluation.variants import Variant
 from pe_lab.language_model import LanguageModel, Tokens
 from pe_lab.model.layer_pass import LayerView, checked_layers
 from pe_lab.results.figures import Figure, HeatMaps, Line, LineCharts, layer_names
-from pe_lab.results.findings import Findings, TextTable
-from pe_lab.results.intervals import interval
+from pe_lab.results.findings import Findings
+from pe_lab.results.statistics import interval
+from pe_lab.results.table import TextTable
 
 BANDS = 4  # of pairs, from the fastest to the slowest
 BAND_NAMES = ("fastest quarter", "second", "third", "slowest quarter")

@@ -47,8 +47,9 @@ from pe_lab.language_model import LanguageModel, Tokens
 from pe_lab.model.layer_pass import LayerView, checked_layers, hook_encoded
 from pe_lab.positional import label_layers
 from pe_lab.results.figures import Figure, HeatMaps, Line, LineCharts, layer_names
-from pe_lab.results.findings import Findings, TextTable
-from pe_lab.results.intervals import interval
+from pe_lab.results.findings import Findings
+from pe_lab.results.statistics import interval
+from pe_lab.results.table import TextTable
 
 INDICATORS = ("query", "key", "both")
 STAGES = ("pre_ntk", "post_ntk", "post_rope")

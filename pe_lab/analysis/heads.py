@@ -25,8 +25,9 @@ from pe_lab.errors import ConfigError
 from pe_lab.language_model import LanguageModel, Tokens
 from pe_lab.model.layer_pass import LayerView, checked_layers
 from pe_lab.results.figures import Figure, HeatMaps, Line, LineCharts, layer_names
-from pe_lab.results.findings import Findings, TextTable
-from pe_lab.results.intervals import interval
+from pe_lab.results.findings import Findings
+from pe_lab.results.statistics import interval
+from pe_lab.results.table import TextTable
 
 NEAR = 32  # distances that have a bin each
 SAMPLED = 512  # queries whose whole row of weights is binned by distance

@@ -31,8 +31,9 @@ from pe_lab.model import Params
 from pe_lab.model.layer_pass import LayerView
 from pe_lab.positional import NoPE, Uniform
 from pe_lab.results.figures import Figure, HeatMaps, Line, LineCharts, layer_names
-from pe_lab.results.findings import Findings, TextTable
-from pe_lab.results.intervals import Mean, interval, mean_of
+from pe_lab.results.findings import Findings
+from pe_lab.results.statistics import Mean, interval, mean_of
+from pe_lab.results.table import TextTable
 from pe_lab.terminal import bounded
 
 PROTOCOL = "knock_out-1"
@@ -359,7 +360,7 @@ def _counted(count: int, what: str) -> str:
 
 
 def _share(mean: Mean) -> str:
-    return f"{mean.score:.2f} [{mean.low:.2f}, {mean.high:.2f}]"
+    return f"{mean.mean:.2f} [{mean.low:.2f}, {mean.high:.2f}]"
 
 
 def _rows(one: Knocked, counts: Sequence[int]) -> list[tuple[str, ...]]:

@@ -37,8 +37,9 @@ from pe_lab.language_model import LanguageModel, Tokens
 from pe_lab.positional import drop, read_with
 from pe_lab.positional.codec import numbers_and_ranges
 from pe_lab.results.figures import Figure, HeatMaps, Line, LineCharts
-from pe_lab.results.findings import Findings, TextTable
-from pe_lab.results.intervals import interval
+from pe_lab.results.findings import Findings
+from pe_lab.results.statistics import interval
+from pe_lab.results.table import TextTable
 from pe_lab.terminal import Progress, bounded, positive
 
 TOKENS = 2**15  # by default

@@ -23,8 +23,9 @@ from pe_lab.attention.layer_encoding import encode_keys, encode_queries
 from pe_lab.language_model import LanguageModel, Tokens
 from pe_lab.model.layer_pass import LayerView, checked_layers
 from pe_lab.results.figures import Figure, HeatMaps, Line, LineCharts, layer_names
-from pe_lab.results.findings import Findings, TextTable
-from pe_lab.results.intervals import interval
+from pe_lab.results.findings import Findings
+from pe_lab.results.statistics import interval
+from pe_lab.results.table import TextTable
 
 FIRST = 8  # tokens of p-RoPE's Tables 3 to 5
 TARGETS = ("self", "previous", "first")  # the keys whose logits are compared with their bounds

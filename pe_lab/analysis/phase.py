@@ -49,7 +49,8 @@ from pe_lab.positional import Rope, build_schedule, frequencies, label
 from pe_lab.positional.codec import ranges
 from pe_lab.positional.rotation import angles, fixed_point_frequencies
 from pe_lab.results.figures import Figure, Line, LineCharts
-from pe_lab.results.findings import Findings, TextTable
+from pe_lab.results.findings import Findings
+from pe_lab.results.table import TextTable
 
 PRECISIONS = {"float32": 24, "float16": 11, "bfloat16": 8}  # significant bits
 COMPUTED = ("float32 product", "bfloat16 positions", "fixed point (pe_lab)")

@@ -40,8 +40,9 @@ from pe_lab.language_model import LanguageModel, Tokens
 from pe_lab.model import Model
 from pe_lab.model.layer_pass import LayerView, checked_layers
 from pe_lab.results.figures import Figure, HeatMaps, Line, LineCharts, layer_names
-from pe_lab.results.findings import Findings, TextTable
-from pe_lab.results.intervals import Interval, interval
+from pe_lab.results.findings import Findings
+from pe_lab.results.statistics import Interval, interval
+from pe_lab.results.table import TextTable
 
 PATTERNS = ("diagonal", "previous token")
 LEAST = 3  # tokens: with fewer, no query can choose between its previous token and another one than itself

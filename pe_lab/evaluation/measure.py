@@ -26,8 +26,7 @@ from pe_lab.identity import versions
 from pe_lab.model import complete
 from pe_lab.parallel import first_then_others
 from pe_lab.positional import Alibi, Layer, label_layers
-from pe_lab.results.records import Record, RecordFile, finite
-from pe_lab.results.unfinished import announced
+from pe_lab.results.records import Record, RecordFile, announced, finite
 from pe_lab.results.variants import PAPER_COEFFICIENT, VARIANTS
 from pe_lab.storage import AnyPath
 from pe_lab.terminal import console

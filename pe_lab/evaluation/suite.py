@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from pe_lab.evaluation.generation.prompted import PromptGroup
     from pe_lab.evaluation.generation.tasks import PromptTask, Sample
     from pe_lab.evaluation.measure import Evaluation, MeasurementUnit
-    from pe_lab.results.records import Record
-    from pe_lab.results.samples import SampleRecord
+    from pe_lab.results.records import Record, SampleRecord
 
 # Opens suites of one kind together: (suites with the names of their tasks, session) -> an object with `run()`.
 Runner = Callable[[Mapping["Suite", Sequence[str]], Any], Any]

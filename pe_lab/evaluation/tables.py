@@ -15,9 +15,10 @@ from rich.text import Text
 
 from pe_lab.evaluation.suites import SUITES, suite_of
 from pe_lab.results.formatting import shortened
-from pe_lab.results.intervals import wilson
 from pe_lab.results.records import Record, as_dict, bins, number
-from pe_lab.results.scores import Cell, Column, Table, arrange, mean_cell, share_cell, with_shares
+from pe_lab.results.scores import arrange
+from pe_lab.results.statistics import wilson
+from pe_lab.results.table import Cell, Length, Table, mean_cell, share_cell, with_shares
 
 # From 0% to 100%, light to dark as in the report; a terminal without colours shows the numbers.
 COLOURS = ("#eef2ef", "#c3e5d6", "#96d3bb", "#55b594", "#1f8f6c", "#0f6f53", "#004f39")
@@ -38,7 +39,7 @@ def print_line(text: str, console: Console, style: str = "") -> None:
 
 
 @dataclass(frozen=True)
-class TokenLength(Column):
+class TokenLength(Length):
     """A length in tokens, `4,096 (2x)`; "" for samples of their own lengths."""
 
     @property
@@ -137,9 +138,9 @@ def print_table(
 
 def print_by_length(title: str, table: Table, console: Console) -> None:
     """One suite on one source, or one task: variants by length, the best of each length in bold."""
-    columns = [(column.title or "score", cell_texts(table, column, table.variants)) for column in by_tokens([table])]
-    print_table(f"{title}, 95% intervals", columns, [name for name, *_ in table.variants], console)
-    guessing = number(next(iter(table.variants.values())), "guessing")
+    columns = [(column.title or "score", cell_texts(table, column, table.rows)) for column in by_tokens([table])]
+    print_table(f"{title}, 95% intervals", columns, [name for name, *_ in table.rows], console)
+    guessing = number(next(iter(table.rows.values())), "guessing")
     if guessing is not None:
         # A model that tells a window's values from all others, and not from each other, scores this much.
         print_line(f"picking any value that was stated and not yet asked for: {guessing:.0%}", console)
@@ -175,13 +176,13 @@ def all_found(table: Table) -> Table | None:
     return replace(table, source=f"{table.source}{ALL_FOUND}", cells=cells)
 
 
-def by_tokens(tables: Iterable[Table]) -> list[Column]:
+def by_tokens(tables: Iterable[Table]) -> list[Length]:
     """The lengths of tables, each once, shortest first."""
     columns = {column.key: column for table in tables for column in table.columns}
     return sorted(columns.values(), key=lambda column: column.length or 0)
 
 
-def print_task_table(title: str, tables: Sequence[Table], column: Column, console: Console) -> None:
+def print_task_table(title: str, tables: Sequence[Table], column: Length, console: Console) -> None:
     """Tasks and variants at one length, the larger number in rows; the best of each task in bold."""
     variants = list(dict.fromkeys(variant for table in tables for variant in table.column(column)))
     columns = [(table.source, cell_texts(table, column, variants)) for table in tables]
@@ -198,7 +199,7 @@ def print_task_table(title: str, tables: Sequence[Table], column: Column, consol
     print_table(title, columns, row_names, console)
 
 
-def cell_texts(table: Table, column: Column, variants: Iterable[Hashable]) -> list[Text]:
+def cell_texts(table: Table, column: Length, variants: Iterable[Hashable]) -> list[Text]:
     """The cells of the variants at a length; the best in bold."""
     cells = table.column(column)
     best = max((cell.score for cell in cells.values() if not math.isnan(cell.value)), default=None)
@@ -227,7 +228,7 @@ def three_digits(value: float) -> str:
 def print_heat_maps(table: Table, console: Console) -> None:
     """Needles by depth and length, a grid a variant, side by side as the width allows; nothing without depths."""
     grids = []
-    for variant in table.variants:
+    for variant in table.rows:
         records = [cell.record for column in by_tokens([table]) if (cell := table.cell(variant, column))]
         if with_depths := [one for one in records if len(as_dict(one.get("by_depth")).get("depth", ())) > 1]:
             grids.append(heat_map(variant[0], with_depths))

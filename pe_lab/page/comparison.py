@@ -5,33 +5,25 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from pe_lab.page import loss_charts, provenance
+from pe_lab.page import provenance, run_charts
 from pe_lab.page.markup import Markup, element, folded, note, text
+from pe_lab.page.run_section import suite_parts
 from pe_lab.page.score_charts import score_chart
-from pe_lab.page.suites import SCORED, suite_title, table_title, task_suites
 from pe_lab.page.tables import header, marks, plain_table, row, score_table, seeds_interval, swatch, table
-from pe_lab.page.task_section import suite_parts
-from pe_lab.page.variants import comparison_styles
-from pe_lab.results.comparison import (
-    Paired,
-    differing,
-    finished_members,
-    last_losses,
-    paired_differences,
-    stand_ins,
-)
+from pe_lab.page.variants import SCORED, comparison_styles, suite_title, table_title, task_suites
+from pe_lab.results.comparison import Paired, differing, finished_members, last_losses, paired_differences, stand_ins
 from pe_lab.results.formatting import count, duration, short_number, shortened
-from pe_lab.results.groups import seed_words, spread
-from pe_lab.results.paired import holm
-from pe_lab.results.runs import Run
-from pe_lab.results.scores import Table
+from pe_lab.results.groups import seed_words
+from pe_lab.results.runs import RunFiles
+from pe_lab.results.scores import build_tables
 from pe_lab.results.standing import not_compared
-from pe_lab.results.tables import build_tables
+from pe_lab.results.statistics import holm, over_seeds
+from pe_lab.results.table import Table
 
 MOST = 5  # columns of settings; the others are folded
 
 
-def comparison_parts(runs: Sequence[Run]) -> list[object]:
+def comparison_parts(runs: Sequence[RunFiles]) -> list[object]:
     """Tables and charts over all runs; groups are runs here, whose `members` are runs, too."""
     settings, equal = differing(runs)
     parts: list[object] = [runs_table(runs, settings), _equal_settings(equal)]
@@ -64,10 +56,10 @@ def comparison_parts(runs: Sequence[Run]) -> list[object]:
     parts.append(
         folded("Tasks against length, run by run", element("div", task_charts, class_="grid") * bool(task_charts))
     )
-    return [*parts, loss_charts.loss_comparison(runs), *_validation_charts(runs)]
+    return [*parts, run_charts.loss_comparison(runs), *_validation_charts(runs)]
 
 
-def runs_table(runs: Sequence[Run], settings: dict[str, list[object]]) -> Markup:
+def runs_table(runs: Sequence[RunFiles], settings: dict[str, list[object]]) -> Markup:
     """A line for each run or group: the settings that differ, its size, its last loss and its state.
 
     What is equal in all lines is a sentence below the table instead of a column.
@@ -76,7 +68,7 @@ def runs_table(runs: Sequence[Run], settings: dict[str, list[object]]) -> Markup
     seeds = max(len(run.members) for run in runs)
     tokens, time = ("Tokens each", "Training time, all seeds") if seeds else ("Tokens", "Training time")
     names = [
-        text([swatch(loss_charts.run_style(n)), element("a", run.name, href=f"#run-{n}")]) for n, run in enumerate(runs)
+        text([swatch(run_charts.run_style(n)), element("a", run.name, href=f"#run-{n}")]) for n, run in enumerate(runs)
     ]
     columns: dict[str, list[object]] = {"Run": names}
     if seeds:
@@ -106,7 +98,7 @@ def runs_table(runs: Sequence[Run], settings: dict[str, list[object]]) -> Markup
     return text(parts)
 
 
-def _tokens(run: Run) -> str:
+def _tokens(run: RunFiles) -> str:
     """The training tokens of a run: `205K to 307K` where members of a group have read less than others."""
     read = sorted(sum(phase.tokens for phase in member.phases) for member in run.members or (run,))
     return " to ".join(dict.fromkeys((count(read[0]), count(read[-1]))))
@@ -118,19 +110,19 @@ def _setting(value: object) -> str:
     return shortened(f"{value:g}" if isinstance(value, float) else str(value), 40) or "–"
 
 
-def _status(run: Run) -> str:
+def _status(run: RunFiles) -> str:
     done, of = len(finished_members(run)), max(len(run.members), 1)
     if done == of:
         return "complete"
     return f"{done} of {of} seeds complete" if run.members else "not complete"
 
 
-def _last_loss(run: Run) -> object:
+def _last_loss(run: RunFiles) -> object:
     """The last validation loss of a run; of a group the mean over its members that have finished, and of how many."""
     values = last_losses(run)
     if not values:
         return "–"
-    found = spread(values)
+    found = over_seeds(values)
     words = short_number(found.mean)
     if not run.members:
         return words
@@ -148,25 +140,25 @@ def _equal_settings(equal: dict[str, object]) -> Markup:
     return folded(f"{len(equal)} settings are equal in all runs", element("pre", shown))
 
 
-def _score_comparison(runs: Sequence[Run], of: Table) -> Markup:
+def _score_comparison(runs: Sequence[RunFiles], of: Table) -> Markup:
     """One curve for each run against length: that of the variant that stands for it."""
     some, labels = stand_ins(runs, of)
     if len(labels) < 2:
         return Markup("")
-    styles = {run.name: loss_charts.run_style(index) for index, run in enumerate(runs)}
+    styles = {run.name: run_charts.run_style(index) for index, run in enumerate(runs)}
     words = ""
-    if len(set(labels.values())) > 1 or len(of.variants) > len(labels):
+    if len(set(labels.values())) > 1 or len(of.rows) > len(labels):
         each = "; ".join(f"{name}: {label}" for name, label in labels.items())
         words = f"Drawn: {each if len(set(labels.values())) > 1 else f'{next(iter(labels.values()))} of each run'}."
     return score_chart(some, styles, f"{table_title(of, of.suite != 'needles')} against length", caption=words)
 
 
-def _validation_charts(runs: Sequence[Run]) -> list[object]:
+def _validation_charts(runs: Sequence[RunFiles]) -> list[object]:
     """Validation losses of all runs: of all sources together, and of each."""
-    whole = loss_charts.loss_comparison(runs, "validation_loss", "Validation loss")
-    keys = list(dict.fromkeys(key for run in runs for key in loss_charts.source_keys(run)))
+    whole = run_charts.loss_comparison(runs, "validation_loss", "Validation loss")
+    keys = list(dict.fromkeys(key for run in runs for key in run_charts.source_keys(run)))
     parts = [
-        loss_charts.loss_comparison(runs, key, f"Validation loss on {key.removeprefix(loss_charts.SOURCE)}")
+        run_charts.loss_comparison(runs, key, f"Validation loss on {key.removeprefix(run_charts.SOURCE)}")
         for key in (keys if len(keys) > 1 else [])
     ]
     return [whole, folded("Validation loss, source by source", parts)]
@@ -176,7 +168,7 @@ def _validation_charts(runs: Sequence[Run]) -> list[object]:
 # Seeds
 
 
-def members_part(run: Run, prefix: str, sections: Sequence[Markup]) -> Markup:
+def members_part(run: RunFiles, prefix: str, sections: Sequence[Markup]) -> Markup:
     """The runs of a group: a table with links, and their own sections, folded. "" of a single run."""
     if not run.members:
         return Markup("")
@@ -203,12 +195,12 @@ def _signed(value: float, digits: int) -> str:
     return shown.replace("-", "−") if float(shown) else shown[1:]
 
 
-def paired_sentence(runs: Sequence[Run]) -> str:
+def paired_sentence(runs: Sequence[RunFiles]) -> str:
     """The differences of groups in the last validation loss, in pairs of seeds, in a sentence; "" without pairs."""
     found = paired_differences(runs, ())
     parts = []
     for one, p in zip(found, holm([one.difference.p for one in found]), strict=True):
-        mean, low, high = (_signed(value, 3) for value in one.difference[:3])
+        mean, low, high = (_signed(value, 3) for value in one.difference.numbers)
         parts.append(f"{one.name}: {mean} ({low} to {high}, p {_p(p, '= ')}, {one.difference.count} seeds)")
     corrected = f" (p corrected for {len(parts)} comparisons)" if len(parts) > 1 else ""
     return f"Last validation loss, in pairs of seeds{corrected}: {'; '.join(parts)}." if parts else ""
@@ -249,11 +241,11 @@ def _differences(name: str, found: Sequence[Paired]) -> Markup:
     body = []
     for one, corrected in zip(found, holm([one.difference.p for one in found]), strict=True):
         scale, digits, unit = (100.0, 1, " points") if one.share else (1.0, 3, "")
-        mean, low, high = (_signed(scale * value, digits) for value in one.difference[:3])
+        mean, low, high = (_signed(scale * value, digits) for value in one.difference.numbers)
         left, right = one.labels
         compared = left if left == right else f"{left} − {right}"
         measure = suite_title(one.what) if one.what in SCORED else one.what.capitalize()
-        numbers = "|".join(f"{value:.6g}" for value in one.difference[:3])
+        numbers = "|".join(f"{value:.6g}" for value in one.difference.numbers)
         ends = element("small", f"{low} to {high}")
         cells = [
             element("td", one.column.title if one.column else "–"),

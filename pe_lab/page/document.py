@@ -5,24 +5,24 @@ from __future__ import annotations
 import datetime
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
-from pe_lab.page import figure_script, file_script, provenance
+from pe_lab.page import provenance
+from pe_lab.page.colours import STYLES, palette_css
 from pe_lab.page.comparison import comparison_parts, members_part, paired_sentence
-from pe_lab.page.heat_maps import heat_maps, palette_css
+from pe_lab.page.maps import needle_maps
 from pe_lab.page.markup import Markup, element, text
 from pe_lab.page.run_section import Results, problem_note, run_sections, section, title_of, top, work_out
-from pe_lab.page.stylesheet import CSS, SCRIPT
-from pe_lab.page.suites import SCORED, task_terms
+from pe_lab.page.stylesheet import CSS, FILES_CSS, FILES_SCRIPT, MAPS_CSS, MAPS_SCRIPT, SCRIPT
 from pe_lab.page.tables import label_markup, swatch
-from pe_lab.page.variants import DEFINITIONS, GLOSSARY, NAMES, STYLES, definition
-from pe_lab.results.comparison import last_losses, paired_differences, paired_scores, stand_ins
+from pe_lab.page.variants import DEFINITIONS, GLOSSARY, NAMES, SCORED, definition, task_terms
+from pe_lab.results.comparison import last_losses, paired_differences, stand_ins
 from pe_lab.results.formatting import listing, shortened
-from pe_lab.results.groups import pooled, spread
-from pe_lab.results.runs import Run
-from pe_lab.results.scores import Column, Table
+from pe_lab.results.groups import pooled
+from pe_lab.results.runs import RunFiles
+from pe_lab.results.scores import build_tables
 from pe_lab.results.standing import comparable, not_compared
-from pe_lab.results.tables import build_tables
+from pe_lab.results.statistics import over_seeds
+from pe_lab.results.table import Table
 from pe_lab.results.variants import kind
 from pe_lab.results.verdict import best_headline, judge
 
@@ -39,12 +39,12 @@ HOW_THE_VERDICT_IS_MADE = (
 )
 
 
-def build_page(runs: Sequence[Run]) -> str:
+def build_page(runs: Sequence[RunFiles]) -> str:
     """The document for these runs: text that refers to nothing outside itself."""
     worked = [work_out(run) for run in pooled(runs)]
     analyses = any(run.analyses for run in runs)
-    css, script = (figure_script.CSS, figure_script.SCRIPT) if analyses else ("", "")
-    css, script = file_script.CSS + css, script + file_script.SCRIPT
+    css, script = (MAPS_CSS, MAPS_SCRIPT) if analyses else ("", "")
+    css, script = FILES_CSS + css, script + FILES_SCRIPT
     about = worked[0].run.name if len(worked) == 1 else "comparison"
     body = _one_run(worked[0]) if len(worked) == 1 else _several_runs(worked)
     head = element(
@@ -64,7 +64,7 @@ def build_page(runs: Sequence[Run]) -> str:
     return f"<!doctype html>\n{page}\n"
 
 
-def headline(runs: Sequence[Run]) -> str:
+def headline(runs: Sequence[RunFiles]) -> str:
     """The page's verdicts as text, for the terminal."""
     groups = pooled(runs)
     lines = []
@@ -107,7 +107,7 @@ def _several_runs(worked: Sequence[Results]) -> Markup:
     return text([element("header", *top_parts, navigation), element("main", compared, parts, _how_to_read(worked))])
 
 
-def _members(run: Run, prefix: str) -> Markup:
+def _members(run: RunFiles, prefix: str) -> Markup:
     """The runs of a group with a section for each; "" of a single run."""
     parts = []
     for index, member in enumerate(run.members):
@@ -165,21 +165,17 @@ def joint_headline(worked: Sequence[Results]) -> str:
     return f"{len(worked)} {what} side by side, without a measurement that all of them have.{left_out}"
 
 
-def _best_of(runs: Sequence[Run], tables: Sequence[Table], what: str) -> str:
+def _best_of(runs: Sequence[RunFiles], tables: Sequence[Table], what: str) -> str:
     """Which run is the best past the training length, else by the last validation loss; "" where nothing is common."""
     sentences = []
     for table in tables:
         some, labels = stand_ins(runs, table)
         common = tuple(column for column in some.columns if len(some.column(column)) == len(runs))
         if common:
-
-            def paired(of: Table, column: Column, best: str, other: str, labels: dict[str, str] = labels) -> Any:
-                return paired_scores(runs, of, labels, column, best, other)
-
-            sentences.append(best_headline([replace(some, columns=common)], what, paired))
+            sentences.append(best_headline([replace(some, columns=common)], what, in_pairs=True))
     if sentences:
         return " ".join(sentences)
-    losses = [(spread(values), run) for run in runs if (values := last_losses(run))]
+    losses = [(over_seeds(values), run) for run in runs if (values := last_losses(run))]
     if len(losses) < len(runs):
         return ""
     (best, run), (theirs, other), *_ = sorted(losses, key=lambda item: item[0].mean)
@@ -189,13 +185,13 @@ def _best_of(runs: Sequence[Run], tables: Sequence[Table], what: str) -> str:
         several = run.members or other.members
         pairs = "They have no two finished seeds in common" if several else "One seed each"
         return f"{start}; the next is {other.name} ({theirs.mean:.3f}). {pairs}: the luck of training is not known."
-    mean, low, high = (f"{value:.3f}" for value in found.difference[:3])
+    mean, low, high = (f"{value:.3f}" for value in found.difference.numbers)
     return f"{start}, {mean} [{low}, {high}] below {other.name} in {found.difference.count} pairs of seeds."
 
 
 def _how_to_read(worked: Sequence[Results]) -> Markup:
     """The variants of this page in a line each, and its words."""
-    records = [item for results in worked for one in results.all_tables for item in one.variants.items()]
+    records = [item for results in worked for one in results.all_tables for item in one.rows.items()]
     present = {kind(record) for _, record in records}
     variants: list[tuple[object, object]] = [
         (text([swatch(STYLES[name]), NAMES.get(name, name)]), DEFINITIONS[name])
@@ -204,7 +200,7 @@ def _how_to_read(worked: Sequence[Results]) -> Markup:
     ]
     others = {(str(r.get("model")), str(r.get("variant"))): (str(label), r) for label, r in records if not kind(r)}
     variants += [(label_markup(label), definition(record)) for label, record in others.values()]
-    depths = any(heat_maps(one) for results in worked for one in results.all_tables)
+    depths = any(needle_maps(one) for results in worked for one in results.all_tables)
     terms = GLOSSARY | task_terms({suite for results in worked for suite in results.task_tables}, depths)
     return section(
         2,

@@ -1,4 +1,4 @@
-"""The provenance of a run, as HTML: lineage, config, machine, versions, mixture, and caveats."""
+"""The provenance of a run, as HTML: lineage, config, changes, machine, versions, mixture, and caveats."""
 
 from __future__ import annotations
 
@@ -6,29 +6,28 @@ import json
 import statistics
 from collections.abc import Sequence
 
-from pe_lab.page.loss_charts import phase_style
 from pe_lab.page.markup import Markup, element, folded, note, text
-from pe_lab.page.run_history import history_table
+from pe_lab.page.run_charts import changes_of, phase_style
 from pe_lab.page.tables import plain_table
 from pe_lab.results.comparison import encoding_text
 from pe_lab.results.formatting import count, duration, listing, percent
 from pe_lab.results.groups import seed_words
-from pe_lab.results.records import Record, as_dict, number
-from pe_lab.results.runs import Phase, Run
+from pe_lab.results.records import Record, as_dict, as_list, mappings, number
+from pe_lab.results.runs import PhaseFiles, RunFiles
 from pe_lab.results.variants import is_dropped, is_rotary
 
 
-def parameters(run: Run) -> float | None:
+def parameters(run: RunFiles) -> float | None:
     """Parameters of the run's model."""
     return next((value for phase in run.phases if (value := number(phase.info, "parameters"))), None)
 
 
-def seconds(run: Run) -> float:
+def seconds(run: RunFiles) -> float:
     """Wall-clock time of all phases."""
     return sum((number(phase.info, "seconds") or 0.0 for phase in run.phases), 0.0)
 
 
-def tokenizer(run: Run) -> str:
+def tokenizer(run: RunFiles) -> str:
     """The tokenizer's name."""
     named = next((phase.info["tokenizer"] for phase in run.phases if phase.info.get("tokenizer")), None)
     return str(named or as_dict(run.config.get("data")).get("tokenizer") or "")
@@ -40,7 +39,7 @@ def pairs(items: Sequence[tuple[object, object]], look: str = "pairs") -> Markup
     return element("dl", shown, class_=look)
 
 
-def summary(run: Run) -> Markup:
+def summary(run: RunFiles) -> Markup:
     """The few numbers below the headline."""
     size, trained = parameters(run), sum(phase.tokens for phase in run.phases)
     machine = as_dict(run.info.get("machine"))
@@ -59,7 +58,7 @@ def summary(run: Run) -> Markup:
     return element("dl", shown, class_="summary")
 
 
-def mixture_note(run: Run) -> Markup:
+def mixture_note(run: RunFiles) -> Markup:
     """Whether symbolic needles were trained on, without which their accuracies cannot be judged."""
     known = [phase for phase in run.phases if phase.mixture]
     measured = bool(run.evaluation.get("needles"))
@@ -86,7 +85,7 @@ def mixture_note(run: Run) -> Markup:
     return note(words)
 
 
-def lineage_diagram(run: Run) -> Markup:
+def lineage_diagram(run: RunFiles) -> Markup:
     """The lineage of the last checkpoints, oldest first: boxes joined by arrows, a chain for each checkpoint."""
     chains: list[list[Record]] = []
     for phase in reversed(run.phases):
@@ -102,14 +101,14 @@ def lineage_diagram(run: Run) -> Markup:
     return text([element("ol", nodes, class_="lineage", aria_label="Lineage, oldest first") for nodes in boxes])
 
 
-def _trained_in(run: Run, node: Record) -> Phase | None:
+def _trained_in(run: RunFiles, node: Record) -> PhaseFiles | None:
     """The phase of this run that a node of the lineage is the last checkpoint of."""
     what = str(node.get("what"))
     own = (one for one in run.phases if one.lineage[-1:] == [node] and f" steps of '{one.name}' " in what)
     return next(own, run.phase(what))
 
 
-def _node_box(run: Run, node: Record) -> Markup:
+def _node_box(run: RunFiles, node: Record) -> Markup:
     """One box of the lineage: the step, and the tokens if it is a phase of this run."""
     phase, step = _trained_in(run, node), number(node, "step")
     lines: list[object] = []
@@ -125,7 +124,7 @@ def _node_box(run: Run, node: Record) -> Markup:
     return element("li", name, [element("span", line) for line in lines if line], style=colour)
 
 
-def what_was_run(run: Run) -> Markup:
+def what_was_run(run: RunFiles) -> Markup:
     """Everything that is needed to run it again, and the machine that it ran on."""
     info, notes = run.info, as_dict(run.info.get("notes"))
     versions = ", ".join(f"{name} {version}" for name, version in as_dict(info.get("versions")).items())
@@ -166,7 +165,7 @@ def _machine_text(machine: Record) -> str:
     return ", ".join(parts)
 
 
-def _model_text(run: Run) -> str:
+def _model_text(run: RunFiles) -> str:
     """The shape of the model in a line."""
     model, size = as_dict(run.config.get("model")), parameters(run)
     parts = [f"{size:,.0f} parameters"] if size else []
@@ -188,7 +187,7 @@ def _model_text(run: Run) -> str:
     return ", ".join(parts)
 
 
-def _mixture_text(run: Run) -> str:
+def _mixture_text(run: RunFiles) -> str:
     texts = {p.name: listing([f"{percent(share)} {source}" for source, share in p.mixture]) for p in run.phases}
     distinct = set(filter(None, texts.values()))
     if len(distinct) == 1:
@@ -196,7 +195,7 @@ def _mixture_text(run: Run) -> str:
     return "; ".join(f"{name}: {words}" for name, words in texts.items() if words)
 
 
-def _speed_text(run: Run) -> str:
+def _speed_text(run: RunFiles) -> str:
     """Time, median tokens per second, MFU in both conventions where the device's peak is known, and what the loop
     waited for: the device, input, or the host itself.
     """
@@ -217,7 +216,7 @@ def _speed_text(run: Run) -> str:
     return ", ".join(parts)
 
 
-def _phase_table(phase: Phase) -> Markup:
+def _phase_table(phase: PhaseFiles) -> Markup:
     """A phase's numbers and its positional schedule, folded."""
     info, steps, time = phase.info, number(phase.info, "steps"), number(phase.info, "seconds")
     flops = [(number(info, f"flops_per_token_{kind}"), kind) for kind in ("full", "causal")]
@@ -239,7 +238,7 @@ def _phase_table(phase: Phase) -> Markup:
     return folded(f"Phase {phase.name}: positional schedule and figures", pairs(items), schedule, described)
 
 
-def caveats(run: Run) -> list[str]:
+def caveats(run: RunFiles) -> list[str]:
     """The limits of the conclusions from a run."""
     result = []
     records = [record for found in run.evaluation.values() for record in found]
@@ -290,3 +289,86 @@ def caveats(run: Run) -> list[str]:
                 share = f" ({done} of {len(run.members)} seeds have finished it)"
             result.append(f"Phase {phase.name} is not complete{share}: its figures are preliminary.")
     return result
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What was read of each source, and how the config changed
+
+
+HEAD = ("Phase", "Source", "Weight", "Tokens expected", "Tokens read", "Read / expected", "Epochs")
+
+
+def mixture_table(run: RunFiles) -> Markup:
+    """Tokens of each source in each phase: as its weight says, as read, and in epochs of the source; "" without logs.
+
+    From `read_tokens/SOURCE` and `expected_tokens/SOURCE` of metrics.jsonl, and from `mixture` of phase.json.
+    """
+    rows = [row for phase in run.phases for row in _phase_rows(phase)]
+    if not rows:
+        return Markup("")
+    title = element("p", "Tokens of each source", class_="title below")
+    words = [f"Means over {len(run.members)} seeds."] if run.members else []
+    if any(row[-1] != "–" for row in rows):
+        words.append("An epoch is one pass over the tokens that the source has for training.")
+    note = element("p", " ".join(words), class_="small soft") if words else None
+    return element("div", title, plain_table("Tokens of each source", HEAD, rows, words=HEAD[:2]), note)
+
+
+def _phase_rows(phase: PhaseFiles) -> list[list[str]]:
+    weights = dict(phase.mixture)
+    sizes = {str(one.get("source")): number(one, "tokens") for one in mappings(phase.info.get("mixture"))}
+    read = _last(phase, "read_tokens/")
+    expected = _last(phase, "expected_tokens/")
+    rows = []
+    for source in dict.fromkeys([*weights, *read] if read else ()):
+        tokens, wanted, size = read.get(source), expected.get(source), sizes.get(source)
+        rows.append(
+            [
+                phase.name,
+                source,
+                percent(weights[source]) if source in weights else "–",
+                "–" if wanted is None else count(wanted),
+                "–" if tokens is None else count(tokens),
+                f"{tokens / wanted:.3f}" if tokens is not None and wanted else "–",
+                f"{tokens / size:.3g}" if tokens is not None and size else "–",
+            ]
+        )
+    return rows
+
+
+def _last(phase: PhaseFiles, prefix: str) -> dict[str, float]:
+    """The last value of every key that begins so, by the rest of the key."""
+    found = {}
+    for record in phase.metrics:
+        for key in record:
+            if key.startswith(prefix) and (value := number(record, key)) is not None:
+                found[key.removeprefix(prefix)] = value
+    return found
+
+
+def history_table(run: RunFiles) -> Markup:
+    """When and how the config of a run changed between its starts; "" if it did not.
+
+    From `changes` of run.json, and from the lineage of each phase, which knows the step.
+    """
+    rows: list[list[object]] = []
+    for change in mappings(run.info.get("changes")):
+        keys = [f"{key}: {_value(pair, 0)} → {_value(pair, 1)}" for key, pair in as_dict(change.get("keys")).items()]
+        command = element("code", str(change["command"])) if change.get("command") else "–"
+        rows.append([str(change.get("time") or "–"), text(["; ".join(keys) or "–"]), command])
+    for phase in run.phases:
+        for entry in changes_of(phase):
+            step = number(entry, "step")
+            at = f"{phase.name}, step {step:,.0f}" if step is not None else phase.name
+            rows.append([at, str(entry["what"]), "–"])
+    if not rows:
+        return Markup("")
+    title = element("p", "Changes since the first start", class_="title below")
+    head = ("When", "Change", "Command")
+    return element("div", title, plain_table("Changes since the first start", head, rows))
+
+
+def _value(pair: object, index: int) -> str:
+    values = as_list(pair)
+    value = values[index] if len(values) == 2 else pair
+    return "absent" if value is None else str(value)

@@ -2,24 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
-from pe_lab.page import loss_charts, provenance, run_charts, run_history
-from pe_lab.page.analysis_section import analysis_parts, analysis_title
-from pe_lab.page.heat_maps import heat_map_figures, legend
+from pe_lab.evaluation.suites import AVERAGED
+from pe_lab.page import provenance, run_charts
+from pe_lab.page.axes import PlotAxis, axis_number
+from pe_lab.page.charts import line_charts
+from pe_lab.page.colours import Style
+from pe_lab.page.maps import analysis_maps, needle_figures, needle_legend
 from pe_lab.page.markup import Markup, element, folded, note, text
+from pe_lab.page.provenance import pairs
 from pe_lab.page.score_charts import history_chart, position_chart, score_chart
-from pe_lab.page.suites import SCORED, suite_title, task_suites
-from pe_lab.page.tables import beta_table, duel_board, marks, records_table, score_table, weights_table
-from pe_lab.page.task_section import suite_parts
-from pe_lab.page.variants import Style, assign_styles
-from pe_lab.results.formatting import listing
-from pe_lab.results.runs import Run
-from pe_lab.results.scores import Table, latest, measure
-from pe_lab.results.standing import cautions, usable
-from pe_lab.results.tables import build_tables, histories, variants_of
+from pe_lab.page.tables import (
+    beta_table,
+    duel_board,
+    harness_table,
+    marks,
+    measured_at,
+    plain_table,
+    records_table,
+    score_table,
+    task_table,
+    weights_table,
+)
+from pe_lab.page.variants import ABOUT, SCORED, assign_styles, suite_title, table_title, task_name, task_suites
+from pe_lab.results.figures import HeatMaps
+from pe_lab.results.formatting import duration, listing
+from pe_lab.results.records import as_dict
+from pe_lab.results.runs import RunFiles
+from pe_lab.results.scores import (
+    averages,
+    build_tables,
+    by_sequence_length,
+    columns_of,
+    histories,
+    latest,
+    measure,
+    variants_of,
+)
+from pe_lab.results.standing import cautions, former_models, usable
+from pe_lab.results.table import Table
 from pe_lab.results.variants import is_dropped, is_rotary
 from pe_lab.results.verdict import Verdict, imported_headline, judge
 
@@ -43,7 +69,7 @@ class Results:
     `task_tables` holds the tables of suites that are asked with prompts, one for each task, in the page's order.
     """
 
-    run: Run
+    run: RunFiles
     tables: dict[str, list[Table]]
     task_tables: dict[str, list[Table]]
     verdict: Verdict
@@ -54,7 +80,7 @@ class Results:
         return [table for found in self.tables.values() for table in found]
 
 
-def work_out(run: Run) -> Results:
+def work_out(run: RunFiles) -> Results:
     """Tables, verdict and styles of a run."""
     suites = [*SCORED, *sorted(set(run.evaluation) - set(SCORED) - {"beta"})]
     found = {suite: build_tables(suite, [run]) for suite in suites}
@@ -114,7 +140,7 @@ def top(results: Results, level: int) -> Markup:
 
 def _story(results: Results) -> str:
     """What was done to the model, in plain words; "" unless both RoPE and a dropped model were measured."""
-    records = [record for table in results.all_tables for record in table.variants.values()]
+    records = [record for table in results.all_tables for record in table.rows.values()]
     if not (any(map(is_dropped, records)) and any(map(is_rotary, records))):
         return ""
     partial = sorted({model for record in records if (model := str(record.get("model", ""))).startswith("p-RoPE ")})
@@ -132,7 +158,7 @@ def _how_to_evaluate(results: Results) -> Markup | None:
     return note([state, "To measure it: ", element("code", command)])
 
 
-def problem_note(run: Run) -> Markup:
+def problem_note(run: RunFiles) -> Markup:
     """The problems that the files of a run have; "" without any."""
     return note("Some files were missing or incomplete:", bullets(run.problems)) if run.problems else Markup("")
 
@@ -214,13 +240,13 @@ def _depth_parts(results: Results, level: int) -> list[object]:
     """Heat maps of every task with needles."""
     parts: list[object] = []
     for found in (results.tables["needles"][:1], *results.task_tables.values()):
-        parts += heat_map_figures(found, results.styles, level)
+        parts += needle_figures(found, results.styles, level)
     words = (
         "Each cell is the per cent of needles found at one depth of sequences of one length: 0% is the beginning of "
         "the sequence, 100% its end, next to the question. A variant that carries over to longer sequences is as deep "
         "a green on the right as at the training length."
     )
-    return [element("p", words, class_="soft"), legend(), *parts] if parts else []
+    return [element("p", words, class_="soft"), needle_legend(), *parts] if parts else []
 
 
 def _task_parts(results: Results, level: int) -> list[object]:
@@ -256,14 +282,14 @@ def _training_parts(results: Results) -> list[object]:
     run = results.run
     if not run.phases:
         return [element("p", "No phase of training was found in this directory.", class_="soft")]
-    chart = loss_charts.loss_chart(run) or element("p", "No losses have been logged yet.", class_="soft")
+    chart = run_charts.loss_chart(run) or element("p", "No losses have been logged yet.", class_="soft")
     return [
         provenance.lineage_diagram(run),
         chart,
         run_charts.event_table(run),
-        run_history.mixture_table(run),
-        loss_charts.source_losses(run),
-        loss_charts.learned_charts(run),
+        provenance.mixture_table(run),
+        run_charts.source_losses(run),
+        run_charts.learned_charts(run),
         run_charts.time_chart(run),
     ]
 
@@ -283,3 +309,144 @@ def _frequency_parts(results: Results) -> list[object]:
         "rotation."
     )
     return [element("p", words), run_charts.frequency_charts(results.run, factors, *rotation)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A suite that is asked with prompts
+
+
+FEW = 4  # charts that are not folded away
+
+
+def suite_parts(
+    suite: str,
+    tables: Sequence[Table],
+    styles: Mapping[str, Style],
+    level: int,
+    training_length: int | None = None,
+    charts: bool = True,
+) -> list[object]:
+    """All of a suite, below a heading of `level`; nothing without a score. Without `charts`, the tables alone."""
+    tables = [table for table in tables if table.cells]
+    if not tables:
+        return []
+    parts: list[object] = [element(f"h{level}", suite_title(suite))]
+    if suite in ABOUT:
+        parts.append(element("p", ABOUT[suite], class_="soft"))
+    columns = columns_of(tables)
+    if suite == "lm_eval":
+        return [*parts, *(harness_table(measured_at(tables, column), column, styles) for column in columns)]
+    first = tables[0] if len(tables) == 1 else averages(tables, AVERAGED)
+    if first and len(first.columns) > 1:
+        chart = score_chart(first, styles, table_title(first), bars=True) if charts else None
+        parts.append(element("div", score_table(first, styles, True), chart, class_="grid below"))
+    if len(tables) > 1 or len(columns) == 1:
+        drawn = [task_table(measured_at(tables, column), column, styles) for column in reversed(columns)]
+        parts.append(element("div", drawn[0], class_="below"))
+        others = [element("div", table, class_="below") for table in drawn[1:]]
+        parts.append(folded(f"{suite_title(suite)} at the other lengths", others))
+    if not charts:
+        return parts
+    size, look = ("half", "grid") if len(tables) <= FEW else ("third", "grid thirds")
+    by_task = tables if len(tables) > 1 else []
+    lines = [score_chart(table, styles, table_title(table), bars=True, size=size) for table in by_task]
+    buckets = [_by_sequence_length(table, styles, training_length) for table in tables]
+    for title, found, grid in (
+        ("By length, task by task", lines, look),
+        ("By the length of the sequence, task by task", buckets, "grid"),
+    ):
+        if shown := [one for one in found if one]:
+            parts.append(folded(title, element("div", shown, class_=grid), unfolded=len(shown) <= FEW))
+    return parts
+
+
+def _by_sequence_length(table: Table, styles: Mapping[str, Style], training_length: int | None) -> Markup:
+    """A task's scores by the length of its sequences, as a table and a chart."""
+    found = by_sequence_length(table, training_length)
+    if found is None:
+        return Markup("")
+    unit = next(
+        (str(of) for c in found.cells.values() if (of := as_dict(c.record.get("by_length")).get("of"))), "tokens"
+    )
+    ticks = [float(column.key) for column in found.columns]
+    x = PlotAxis(f"{unit} of the sequence (log scale)", True, _tokens_text, ticks)
+    chart = score_chart(found, styles, f"{task_name(found)} by the length of the sequence", x, bars=True)
+    return element("div", score_table(found, styles, True), element("div", chart, class_="below"))
+
+
+def _tokens_text(tokens: float) -> str:
+    """4096 as 4K, 5000 as 5,000."""
+    return f"{tokens / 1024:.0f}K" if tokens % 1024 == 0 else f"{tokens:,.0f}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Analyses
+
+
+def analysis_title(directory: str, name: str) -> str:
+    """The title of an analysis: its name in words, and that of its directory if it has another."""
+    words = name.replace("_", " ").strip().capitalize() or "Analysis"
+    return words if directory == name else f"{words} ({directory})"
+
+
+def analysis_parts(run: RunFiles) -> list[tuple[str, list[object]]]:
+    """(title, parts of the section) of each analysis of a run."""
+    return [
+        (analysis_title(directory, analysis.name), _parts(run, analysis))
+        for directory, analysis in run.analyses.items()
+    ]
+
+
+def _parts(run: RunFiles, analysis: Any) -> list[object]:
+    """Sentences, tables and figures, and folded how they were made. `analysis` is a `findings.Written`."""
+    found, former = analysis.findings, former_models(run, analysis.about)
+    sentences = [element("li", sentence) for sentence in found.sentences]
+    figures = [analysis_maps(one) if isinstance(one, HeatMaps) else line_charts(one) for one in found.figures]
+    return [
+        note(former) if former else None,
+        element("ul", sentences, class_="points") if sentences else None,
+        [_table(table) for table in found.tables],
+        figures,
+        folded("How this was made", _about(analysis.about), _arrays(found.shapes)),
+    ]
+
+
+def _table(table: Any) -> Markup:
+    """A `TextTable` below its title."""
+    inner = plain_table(table.title, table.header, table.rows, words=table.header[: table.words])
+    return element("div", element("p", table.title, class_="title"), inner, class_="below")
+
+
+def _about(about: object) -> Markup:
+    """Every key of an analysis's record of how it was made; commands and nested values in lines of their own."""
+    known = {str(key): _shown(key, value) for key, value in about.items()} if isinstance(about, Mapping) else {}
+    parts: list[object] = []
+    if command := known.pop("command", None):
+        parts = [element("p", "To make it again:", class_="title"), element("pre", command, class_="command")]
+    items = [(key.replace("_", " ").capitalize(), value) for key, value in known.items() if value]
+    return text([*parts, pairs(items) if items else None])
+
+
+def _shown(key: object, value: object) -> object:
+    """A value of `about` for people: numbers with units where the key has one, short mappings in a line."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int | float):
+        return duration(value) if key == "seconds" and value >= 1 else axis_number(value)
+    if isinstance(value, str) or value is None:
+        return value
+    if isinstance(value, Mapping) and not any(isinstance(item, Mapping | Sequence) and not isinstance(item, str)
+                                              for item in value.values()):  # fmt: skip
+        return ", ".join(f"{name} {item}" for name, item in value.items())
+    if isinstance(value, list) and all(isinstance(item, str | int | float) for item in value):
+        return ", ".join(map(str, value))
+    return folded("Show", element("pre", json.dumps(value, indent=1, ensure_ascii=False, default=str)))
+
+
+def _arrays(shapes: object) -> Markup:
+    """The arrays of `analysis.npz` and what their axes are."""
+    if not isinstance(shapes, Mapping) or not shapes:
+        return Markup("")
+    rows = [[element("code", f"numbers/{name}"), shape] for name, shape in shapes.items()]
+    title = element("p", "The arrays in analysis.npz", class_="title below")
+    return text([title, plain_table("Arrays in analysis.npz", ("Array", "Axes"), rows)])

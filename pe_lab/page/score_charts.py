@@ -5,18 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from pe_lab.page.chart_parts import Axis, Series
+from pe_lab.page.axes import PlotAxis, Point
 from pe_lab.page.charts import line_chart
+from pe_lab.page.colours import INK, Style
 from pe_lab.page.markup import Markup
-from pe_lab.page.suites import SCORED, suite_title, task_name
-from pe_lab.page.ticks import Point
-from pe_lab.page.variants import INK, Style
+from pe_lab.page.plot import Series
+from pe_lab.page.variants import SCORED, suite_title, task_name
 from pe_lab.results.formatting import count, listing, percent, times
-from pe_lab.results.intervals import exp
 from pe_lab.results.records import Record, as_dict, bins, number
-from pe_lab.results.runs import Run
-from pe_lab.results.scores import Cell, Column, Table
-from pe_lab.results.tables import Bucket
+from pe_lab.results.runs import RunFiles
+from pe_lab.results.statistics import exp
+from pe_lab.results.table import Bucket, Cell, Length, Table
 from pe_lab.results.variants import DROPPED, kind
 
 
@@ -24,7 +23,7 @@ def score_chart(
     scores: Table,
     styles: Mapping[str, Style],
     title: str,
-    x: Axis | None = None,
+    x: PlotAxis | None = None,
     bars: bool = False,
     size: str = "half",
     caption: str = "",
@@ -42,9 +41,9 @@ def score_chart(
     marks = [(1.0, "trained")] if multiples and 1.0 in keys and min(keys) < 1 else []
     if x is None:
         name = "sequence length / training length" if multiples else "tokens"
-        x = Axis(name, True, times if multiples else count, keys)
+        x = PlotAxis(name, True, times if multiples else count, keys)
     series = []
-    for label in scores.variants:
+    for label in scores.rows:
         style = styles.get(label, INK)
         found = [(_place(column), cell) for column in scores.columns if (cell := scores.cell(label, column))]
         ends = [cell.ends or (math.nan, math.nan) for _, cell in found]
@@ -57,7 +56,7 @@ def score_chart(
 
 def foremost(scores: Table) -> list[str]:
     """The labels of a table in the order in which a chart shows them: dropped, RoPE, then the best at the end."""
-    kinds = {kind(record): str(label) for label, record in reversed(scores.variants.items())}
+    kinds = {kind(record): str(label) for label, record in reversed(scores.rows.items())}
     chosen = [kinds[name] for name in (*DROPPED, "RoPE") if name in kinds]
     last = scores.column(scores.columns[-1]) if scores.columns else {}
     ranked = sorted(last, key=lambda label: -last[label].score)
@@ -76,7 +75,7 @@ def interval_words(cells: Sequence[Cell]) -> str:
     return words + ("their range." if max(seeds) == 2 else f"95% intervals of Student's t over them{of_two}.")
 
 
-def _place(column: Column) -> float:
+def _place(column: Length) -> float:
     """A column's place on the axis of lengths; a bucket's is the geometric middle."""
     if isinstance(column, Bucket):
         end = column.length or 1
@@ -84,34 +83,34 @@ def _place(column: Column) -> float:
     return column.key
 
 
-def _value_axis(suite: str, cells: Sequence[Cell], bars: bool = False) -> Axis:
+def _value_axis(suite: str, cells: Sequence[Cell], bars: bool = False) -> PlotAxis:
     """The axis of a suite's values: shares from 0, perplexities logarithmic."""
     if bars:
         top = 1.04 * max([0.1, *((cell.ends or (0.0, cell.value))[1] for cell in cells)])
-        return Axis("score", show=percent, domain=(0.0, min(1.0, top)))
+        return PlotAxis("score", show=percent, domain=(0.0, min(1.0, top)))
     if any(cell.share for cell in cells):
         name = "accuracy" if suite == "needles" else "score"
         return _share_axis(
             name, [value for cell in cells for value in (cell.value, (cell.ends or (0.0, 0.0))[1] / 1.12)]
         )
-    return Axis("perplexity (log scale)", True) if suite == "perplexity" else Axis("score")
+    return PlotAxis("perplexity (log scale)", True) if suite == "perplexity" else PlotAxis("score")
 
 
-def _share_axis(name: str, values: Sequence[float]) -> Axis:
-    return Axis(name, show=percent, domain=(0.0, min(1.0, max(1.12 * max(values, default=1.0), 0.1))))
+def _share_axis(name: str, values: Sequence[float]) -> PlotAxis:
+    return PlotAxis(name, show=percent, domain=(0.0, min(1.0, max(1.12 * max(values, default=1.0), 0.1))))
 
 
-def history_chart(phase: str, column: Column, scores: Table, styles: Mapping[str, Style]) -> Markup:
+def history_chart(phase: str, column: Length, scores: Table, styles: Mapping[str, Style]) -> Markup:
     """The scores of a phase's checkpoints against the tokens that they were trained on (DroPE's Figure 10)."""
     task = task_name(scores)
     name = suite_title(scores.suite) + (f", {task}" if task and scores.suite not in SCORED else "")
     where = length_words(column)
     title = f"{name} by tokens trained in {phase}" + (f", sequences of {where}" if where else "")
-    return score_chart(scores, styles, title, Axis("tokens trained", show=count))
+    return score_chart(scores, styles, title, PlotAxis("tokens trained", show=count))
 
 
 def position_chart(
-    run: Run, scores: Table, column: Column, styles: Mapping[str, Style], size: str, caption: str = ""
+    run: RunFiles, scores: Table, column: Length, styles: Mapping[str, Style], size: str, caption: str = ""
 ) -> Markup:
     """Scores inside the sequences of one length, with a mark at the training length.
 
@@ -136,7 +135,7 @@ def position_chart(
         y = _share_axis("accuracy", [*highs, *(y for one in series for _, y in one.points)])
     else:
         title, name = "Perplexity by position", "position in the sequence (tokens, log scale)"
-        y = Axis("perplexity (log scale)", True)
+        y = PlotAxis("perplexity (log scale)", True)
     xs = [x for one in series for x, _ in one.points if x > 0]
     ticks = None
     if xs:
@@ -147,7 +146,7 @@ def position_chart(
         caption += f" Bands: {'the range of two seeds' if two else '95% intervals over the seeds'}."
     trained = float(run.training_length or 0)
     marks = [(trained, "training length")] if xs and min(xs) <= trained <= max(xs) else []
-    x = Axis(name, True, lambda value: f"{value:,.0f}", ticks)
+    x = PlotAxis(name, True, lambda value: f"{value:,.0f}", ticks)
     where = length_words(column)
     title = f"{title}, sequences of {where}"
     return line_chart(title, series, x, y, marks, caption.strip(), size, foremost(scores))
@@ -165,7 +164,7 @@ def _points(found: Record, edges: str, value: str, low: str, high: str) -> list[
     ]
 
 
-def length_words(column: Column) -> str:
+def length_words(column: Length) -> str:
     """`8× the training length (512 tokens)`."""
     tokens = f"{column.length:,} tokens" if column.length else ""
     if column.factor is None:

@@ -1,4 +1,9 @@
-"""The CSS of the page and the JavaScript of the charts' tooltips, as text to put inside the page."""
+"""The CSS and the JavaScript of the page, as text to put inside it."""
+
+from __future__ import annotations
+
+import json
+import re
 
 CSS = """
 :root{color-scheme:light dark;--bg:#fcfcfb;--panel:#fff;--ink:#1c2024;--soft:#5c636b;--line:#e3e4e1;
@@ -231,3 +236,239 @@ tip.style.top=Math.max(4,box.top-frame.top+6)+'px'}
 svg.addEventListener('pointermove',show);svg.addEventListener('pointerdown',show);
 svg.addEventListener('pointerleave',clear)})})})();
 """
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Heat maps of analyses
+
+# Of analyses, which a page has only if it shows one.
+MAPS_CSS = """
+.many{margin-top:22px}.many .legend{display:flex!important}
+.smalls{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,150px),1fr));gap:6px 10px;margin:8px 0 2px;
+position:relative}
+.chart.small{position:static;border:0;padding:0;margin:0;background:none;min-width:0}
+.chart.small .chart-title{font-size:13px;margin:0}
+.chart.small svg{width:100%;height:auto;display:block;touch-action:pan-y}
+.chart.small svg text{font-size:11.5px}.smalls .tip{z-index:4}
+.analysis-maps .cells{position:relative;min-height:40px;touch-action:pan-y;cursor:crosshair;
+background:repeating-linear-gradient(135deg,var(--panel) 0 3px,
+color-mix(in srgb,var(--soft) 45%,var(--panel)) 3px 4px)}
+.analysis-maps .cells img{position:absolute;inset:0;width:100%;height:100%;image-rendering:pixelated;user-select:none}
+.analysis-maps .cell{position:absolute;outline:2px solid #fff;box-shadow:0 0 0 3px #000;pointer-events:none;z-index:2}
+.panels{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,150px),1fr));gap:8px 14px;margin-top:12px;
+align-items:end}
+.panels p{font-size:13px;line-height:1.3;margin:0 0 3px}
+.panel{min-width:0;break-inside:avoid}.panel.on p{font-weight:650}.panel.on .cells{outline:2px solid var(--c-ntk);
+outline-offset:2px}
+.large{margin:10px 0 12px}.large[hidden]{display:none}
+.slider{display:flex;flex-wrap:wrap;align-items:center;gap:2px 12px;font-size:14px;margin-bottom:10px}
+.slider input{flex:1 1 140px;min-width:60px;accent-color:var(--c-ntk)}.slider output{min-width:5.5em;font-weight:600}
+.plot{display:grid;grid-template-columns:auto auto minmax(0,var(--widest));justify-content:start;gap:0 6px;
+font-size:12px;line-height:16px;color:var(--soft);padding-right:10px}
+.row-label{writing-mode:vertical-rl;transform:rotate(180deg);text-align:center;grid-row:1}
+.row-ticks{position:relative;grid-row:1}.row-ticks span{position:absolute;right:0;transform:translateY(-50%);
+white-space:nowrap}
+.large-cells{grid-row:1;min-width:0}.large .cells{min-height:var(--least);width:100%}
+.column-ticks{grid-column:3;position:relative;height:18px}.column-ticks span{position:absolute;top:2px;
+transform:translateX(-50%);white-space:nowrap}
+.column-label{grid-column:3;text-align:center}
+.large .value:empty{display:none}
+.large .value{margin:6px 0 0;font-size:14px;min-height:1.5em;font-variant-numeric:tabular-nums;max-width:none}
+.scale img.colours{width:160px;height:12px;vertical-align:-1px;margin:0 6px;image-rendering:auto}
+.analysis-maps .scale{margin:4px 0 0}
+@media (max-width:680px){.wide-only{display:none}.analysis-maps .soft,.analysis-maps .scale,.many>.soft{margin-left:6px;
+margin-right:6px}.plot{padding-right:4px}}
+@media print{.large[hidden]+p{margin-top:6px}.cells,.scale img{print-color-adjust:exact;
+-webkit-print-color-adjust:exact}}
+"""
+
+# Unhides the large view of each figure of heat maps, and tells the value of the cell below a pointer, or of the cell
+# that the arrow keys chose.
+MAPS_SCRIPT = """
+(function(){
+document.querySelectorAll('figure.analysis-maps').forEach(function(figure){
+var names=JSON.parse(figure.dataset.maps),panels=names.panels,rows=names.rows,columns=names.columns,labels=names.labels;
+var bytes=Uint8Array.from(atob(figure.dataset.values),function(c){return c.charCodeAt(0)});
+var values=new DataView(bytes.buffer);
+function value(p,r,c){var v=values.getFloat32(4*((p*rows.length+r)*columns.length+c),true);
+return isNaN(v)?'not measured':String(Number(v.toPrecision(6)))}
+var large=figure.querySelector('.large'),slider=large.querySelector('input'),shown=large.querySelector('output'),
+main=large.querySelector('.cells'),told=large.querySelector('.value'),
+small=Array.from(figure.querySelectorAll('.panel'));
+var at={p:0,r:0,c:0},chosen=false,tip=document.createElement('div'),frame=document.createElement('i');
+tip.className='tip';tip.hidden=true;tip.setAttribute('aria-hidden','true');figure.appendChild(tip);
+frame.className='cell';large.hidden=false;
+function pair(label,text){var line=document.createElement('div'),end=document.createElement('span');
+end.textContent=text;line.appendChild(end);line.appendChild(document.createTextNode(label));tip.appendChild(line)}
+function called(n,name){return /^\\d/.test(name)?short(n)+' '+name:name}
+function short(n){return labels[n].split(',')[0]}
+function tell(){told.textContent=[panels[at.p],called(1,rows[at.r]),called(2,columns[at.c])].join(', ')+
+': '+value(at.p,at.r,at.c)}
+function hide(){tip.hidden=true;frame.remove()}
+function show(cells,p,r,c){
+at={p:p,r:r,c:c};chosen=true;tip.textContent='';
+var head=document.createElement('b');head.textContent=panels[p];tip.appendChild(head);
+pair(short(1),rows[r]);pair(short(2),columns[c]);pair(labels[3],value(p,r,c));
+cells.appendChild(frame);
+frame.style.left=100*c/columns.length+'%';frame.style.width=100/columns.length+'%';
+frame.style.top=100*r/rows.length+'%';frame.style.height=100/rows.length+'%';
+tip.hidden=false;
+var box=cells.getBoundingClientRect(),around=figure.getBoundingClientRect(),
+x=box.left-around.left+box.width*(c+.5)/columns.length,y=box.top-around.top+box.height*r/rows.length;
+var to=x+14+tip.offsetWidth>around.width-4?x-14-tip.offsetWidth:x+14;
+tip.style.left=Math.max(4,Math.min(to,around.width-tip.offsetWidth-4))+'px';
+tip.style.top=Math.max(4,y-tip.offsetHeight-8)+'px';
+tell()}
+function choose(p){
+at.p=p;
+if(slider){slider.value=p;shown.textContent=panels[p];slider.setAttribute('aria-valuetext',panels[p])}
+if(small.length){var image=small[p].querySelector('img');
+main.querySelector('img').src=image.src;main.querySelector('img').alt=panels[p]+': '+image.alt}
+small.forEach(function(one,n){one.classList.toggle('on',n===p)});
+if(chosen)tell()}
+function follow(cells,panel){
+function point(event){var box=cells.getBoundingClientRect();
+function index(share,count){return Math.min(Math.max(Math.floor(share*count),0),count-1)}
+show(cells,panel(),index((event.clientY-box.top)/box.height,rows.length),
+index((event.clientX-box.left)/box.width,columns.length))}
+cells.addEventListener('pointermove',point);cells.addEventListener('pointerdown',point);
+cells.addEventListener('pointerleave',function(event){if(event.pointerType!=='touch')hide()})}
+follow(main,function(){return slider?+slider.value:0});
+small.forEach(function(one,n){var cells=one.querySelector('.cells');follow(cells,function(){return n});
+cells.addEventListener('click',function(){choose(n)})});
+if(slider)slider.addEventListener('input',function(){hide();choose(+slider.value)});
+main.addEventListener('keydown',function(event){
+var step={ArrowLeft:[0,-1],ArrowRight:[0,1],ArrowUp:[-1,0],ArrowDown:[1,0]}[event.key];
+if(event.key==='Escape')hide();
+if(!step)return;
+event.preventDefault();
+var p=slider?+slider.value:0,first=!chosen||tip.hidden;
+show(main,p,first?at.r:Math.min(Math.max(at.r+step[0],0),rows.length-1),
+first?at.c:Math.min(Math.max(at.c+step[1],0),columns.length-1))});
+main.addEventListener('blur',hide);told.textContent='Point at a cell, or choose the map and use the arrow keys.';
+choose(0)})})();
+"""
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Figures and tables as files
+
+# The colours of light pages, by the names of the stylesheet's variables without `c-`.
+PALETTE = dict(re.findall(r"--(?:c-)?([\w-]+):(#\w+)", CSS.partition("@media")[0]))
+FONTS = "Liberation Sans, Helvetica, Arial, DejaVu Sans, sans-serif"
+# What the stylesheet says of the classes inside charts, as attributes: a file has no stylesheet.
+ATTRIBUTES = {
+    "grid": f' stroke="{PALETTE["line"]}" stroke-width="1"',
+    "axis": f' stroke="{PALETTE["soft"]}" stroke-width="1"',
+    "mark": f' stroke="{PALETTE["mark"]}" stroke-width="1.4" stroke-dasharray="5 3"',
+    "marked": f' fill="{PALETTE["mark"]}" font-weight="600"',
+    "end": ' font-size="11.5" font-weight="600"',
+    "block-title": f' font-weight="600" fill="{PALETTE["ink"]}"',
+    "file-title": f' font-size="14" font-weight="600" fill="{PALETTE["ink"]}"',
+}
+
+FILES_CSS = """
+.files{display:flex;gap:4px 10px;justify-content:flex-end;margin:4px 2px 0}
+.files button{font:inherit;font-size:12px;color:var(--soft);background:none;border:0;padding:2px 3px;cursor:pointer;
+text-decoration:underline;text-underline-offset:3px}
+.files button:hover{color:var(--ink)}
+.fit+.files{justify-content:flex-start}
+@media print{.files{display:none}}
+"""
+
+# Buttons below each figure and table, made by the script, which alone can save a file. A link to a part that is folded
+# unfolds it.
+FILES_SCRIPT = """
+(function(){
+var space=new DOMParser().parseFromString('<svg/>','text/html').body.firstChild.namespaceURI;
+var palette=%(palette)s,attributes=%(attributes)s,fonts=%(fonts)s;
+function slug(words){return words.toLowerCase().replace(/×/g,'x').replace(/β/g,'beta').replace(/[^a-z0-9]+/g,'-')
+.replace(/^-+|-+$/g,'').slice(0,60).replace(/-+$/,'')}
+var seen={};
+function named(node,title){var run=node.closest('[data-run]');
+var name=[run?slug(run.dataset.run):'',slug(title)].filter(Boolean).join('-')||'table';
+seen[name]=(seen[name]||0)+1;return seen[name]>1?name+'-'+seen[name]:name}
+function save(name,blob){var link=document.createElement('a');link.href=URL.createObjectURL(blob);link.download=name;
+document.body.appendChild(link);link.click();link.remove();setTimeout(function(){URL.revokeObjectURL(link.href)},9999)}
+function csv(rows){return new Blob([rows.map(function(row){return row.map(function(value){value=String(value);
+return /[",\\n\\r]/.test(value)?'"'+value.replace(/"/g,'""')+'"':value}).join(',')+'\\n'}).join('')],{type:'text/csv'})}
+function words(node){if(node.nodeType===3)return [node.data];if(node.localName==='svg')return [];
+return Array.from(node.childNodes).reduce(function(all,one){return all.concat(words(one))},[])}
+function tableRows(table){
+var rows=Array.from(table.rows).map(function(row){return Array.from(row.cells).map(function(cell){
+return [words(cell).join(' ').split(/\\s+/).filter(Boolean).join(' '),
+cell.hasAttribute('data-csv')?cell.dataset.csv.split('|'):null]})});
+var sizes=rows[0].map(function(_,n){return Math.max.apply(null,[1].concat(rows.slice(1).map(function(row){
+return row[n]&&row[n][1]?row[n][1].length:1})))});
+return rows.map(function(row,r){return row.reduce(function(all,cell,n){
+var values=r?cell[1]||[cell[0]]:['',' low',' high'].slice(0,sizes[n]).map(function(part){return cell[0]+part});
+while(values.length<sizes[n])values=values.concat(['']);
+return all.concat(values)},[])})}
+function chartRows(data,panel){return data.series.reduce(function(rows,series){return rows.concat(
+series.p.map(function(p){var ends=p.length>4?[p[4],p[5]]:['',''];
+return (panel===undefined?[]:[panel]).concat([series.n,p[0],p[1]],ends)}))},[])}
+function light(markup){return markup.replace(/ class="([\\w-]+)"/g,function(_,name){return attributes[name]||''})
+.replace(/var\\(--(?:c-)?([\\w-]+)\\)/g,function(_,name){return palette[name]||'#000'})}
+function root(box,inner){var size=box.split(' ');
+return '<svg xmlns="'+space+'" viewBox="'+box+'" width="'+size[2]+'" height="'+size[3]+
+'" font-family="'+fonts+'" font-size="12" fill="'+palette.soft+'">'+inner+'</svg>'}
+function all(node){var chart=node.closest('.many')||node.closest('.chart'),box=chart&&chart.querySelector('.all input');
+return box&&box.checked}
+function asked(text,node){return all(node)?text.replace(/class="more" display="none"/g,'class="more"')
+.replace(/class="few"/g,'class="few" display="none"'):text}
+function markup(svg){var copy=svg.cloneNode(true),layer=copy.querySelector('.tip-layer');if(layer)layer.remove();
+return new XMLSerializer().serializeToString(copy).replace(/^<svg[^>]*>/,'').replace(/<\\/svg>$/,'')}
+function drawn(svg){var file=JSON.parse(svg.dataset.file);return root(file[0],light(asked(file[1]+markup(svg),svg)))}
+function escaped(text){return text.replace(/&/g,'&amp;').replace(/</g,'&lt;')}
+function grid(title,cells,width,height){
+var across=Math.min(cells.length,5),down=Math.ceil(cells.length/across);
+var w=across*(width+16)+8,h=down*(height+30)+34;
+return root('0 0 '+w+' '+h,light('<rect width="'+w+'" height="'+h+'" fill="#fff"/>'+
+'<text x="8" y="20" class="file-title">'+escaped(title)+'</text>'+
+cells.map(function(cell,n){var x=8+n%%across*(width+16),y=34+Math.floor(n/across)*(height+30);
+return '<text x="'+x+'" y="'+(y+12)+'">'+escaped(cell[0])+'</text>'+cell[1](x,y+18)}).join('')))}
+function png(name,text){var size=/viewBox="[^"]* ([\\d.]+) ([\\d.]+)"/.exec(text),image=new Image();
+image.onload=function(){var canvas=document.createElement('canvas');canvas.width=2*size[1];canvas.height=2*size[2];
+canvas.getContext('2d').drawImage(image,0,0,canvas.width,canvas.height);
+canvas.toBlob(function(blob){save(name,blob)},'image/png')};
+image.src='data:image/svg+xml;charset=utf-8,'+encodeURIComponent(text)}
+function offer(node,title,rows,picture){
+var line=document.createElement('div'),name=named(node,title);line.className='files';
+function button(kind,work){var one=document.createElement('button');one.type='button';one.textContent=kind;
+one.setAttribute('aria-label',kind+' of '+title);one.addEventListener('click',work);line.appendChild(one)}
+button('CSV',function(){save(name+'.csv',csv(rows()))});
+if(picture){button('SVG',function(){save(name+'.svg',new Blob([picture()],{type:'image/svg+xml'}))});
+button('PNG',function(){png(name+'.png',picture())})}
+if(node.getAttribute('role')==='region')node.after(line);else node.appendChild(line)}
+function title(figure){return figure.querySelector('.chart-title,.title').textContent}
+document.querySelectorAll('[role=region]>table,figure.chart:not(.small),.chart.many').forEach(function(node){
+if(node.localName==='table'){var label=node.parentNode.getAttribute('aria-label').replace(/, table$/,'');
+return offer(node.parentNode,label,function(){return tableRows(node)})}
+var svg=node.querySelector('svg[data-file]');
+if(node.classList.contains('many')){
+var panels=Array.from(node.querySelectorAll('figure.small'));
+var first=JSON.parse(panels[0].dataset.chart),sides=panels[0].querySelector('svg').viewBox.baseVal;
+return offer(node,title(node),function(){return panels.reduce(function(rows,one){
+return rows.concat(chartRows(JSON.parse(one.dataset.chart),title(one)))},
+[['panel','series',first.x,first.y,'low','high']])},
+function(){return grid(title(node),panels.map(function(one){return [title(one),function(x,y){
+return '<g transform="translate('+x+' '+y+')">'+asked(markup(one.querySelector('svg')),one)+'</g>'}]}),
+sides.width,sides.height)})}
+if(node.dataset.maps){
+var names=JSON.parse(node.dataset.maps),bytes=Uint8Array.from(atob(node.dataset.values),function(c){
+return c.charCodeAt(0)}),values=new DataView(bytes.buffer),n=0;
+return offer(node,title(node),function(){n=0;var rows=[['panel','row','column','value']];
+names.panels.forEach(function(p){names.rows.forEach(function(r){names.columns.forEach(function(c){
+var v=values.getFloat32(4*n++,true);rows.push([p,r,c,isNaN(v)?'':Number(v.toPrecision(6))])})})});return rows},
+function(){var images=node.querySelectorAll('.panel img');if(!images.length)images=node.querySelectorAll('.cells img');
+return grid(title(node),names.panels.map(function(p,i){return [p,function(x,y){
+return '<image x="'+x+'" y="'+y+'" width="180" height="120" preserveAspectRatio="none" '+
+'style="image-rendering:pixelated" href="'+images[i].src+'"/>'}]}),180,120)})}
+if(!svg)return;
+offer(node,title(node),function(){
+if(node.dataset.table)return JSON.parse(node.dataset.table);var data=JSON.parse(node.dataset.chart);
+return [['series',data.x,data.y,'low','high']].concat(chartRows(data))},function(){return drawn(svg)})});
+function unfold(){var target=location.hash&&document.getElementById(decodeURIComponent(location.hash.slice(1)));
+if(!target)return;
+for(var part=target.closest('details');part;part=part.parentNode.closest('details'))part.open=true;
+target.scrollIntoView()}
+addEventListener('hashchange',unfold);unfold()})();
+""" % {name: json.dumps(value) for name, value in (("palette", PALETTE), ("attributes", ATTRIBUTES), ("fonts", FONTS))}

@@ -6,15 +6,15 @@ import math
 from collections.abc import Mapping, Sequence
 
 from pe_lab.evaluation.suites import AVERAGED
+from pe_lab.page.colours import Style
 from pe_lab.page.markup import Markup, element, text
-from pe_lab.page.suites import metric_name, suite_title, table_title, task_name
-from pe_lab.page.variants import Style
+from pe_lab.page.variants import metric_name, suite_title, table_title, task_name
 from pe_lab.results.formatting import percent, short_number, shortened
-from pe_lab.results.intervals import Z95
 from pe_lab.results.records import Record, as_dict, number
-from pe_lab.results.runs import Run
-from pe_lab.results.scores import Cell, Column, Table
-from pe_lab.results.tables import averages, label_of, variants_of
+from pe_lab.results.runs import RunFiles
+from pe_lab.results.scores import averages, label_of, variants_of
+from pe_lab.results.statistics import Z95
+from pe_lab.results.table import Cell, Length, Table
 from pe_lab.results.variants import is_dropped, is_unchanged
 from pe_lab.results.verdict import Duel
 
@@ -78,7 +78,7 @@ def plain_table(
     return table(name, heads, body)
 
 
-def seeds_interval(runs: Sequence[Run]) -> str:
+def seeds_interval(runs: Sequence[RunFiles]) -> str:
     """What the intervals over the seeds of groups are."""
     counts = {len(run.members) for run in runs if run.members}
     if counts == {2}:
@@ -86,7 +86,7 @@ def seeds_interval(runs: Sequence[Run]) -> str:
     return "95% intervals of Student's t over the seeds" + (" (of two seeds their range)" if 2 in counts else "")
 
 
-def marks(runs: Sequence[Run], of: str = "column") -> str:
+def marks(runs: Sequence[RunFiles], of: str = "column") -> str:
     """The words for the marks and the small figures of a table of runs or groups."""
     words = f"● marks the best of a {of}, ○ a tie with it; the small figures are "
     counts = sorted({len(run.members) for run in runs if run.members})
@@ -115,7 +115,7 @@ def swatch(style: Style | None) -> Markup:
 # Scores
 
 
-def score_cell(scores: Table, label: str, column: Column, *, framed: bool = True, small: str | None = None) -> Markup:
+def score_cell(scores: Table, label: str, column: Length, *, framed: bool = True, small: str | None = None) -> Markup:
     """One value, marked if it is the best of its column or a tie with it; its measurement on hover.
 
     `framed`: with a frame around the column of the training length. `small`: shown instead of the 95% interval.
@@ -148,7 +148,7 @@ def fewer_seeds(record: Record) -> str:
     return f"{seeds:.0f} of {of:.0f} seeds" if seeds is not None and of is not None and seeds < of else ""
 
 
-def _measurement(label: str, column: Column, cell: Cell) -> str:
+def _measurement(label: str, column: Length, cell: Cell) -> str:
     """How a value was measured, for the hover text."""
     record = cell.record
     parts = [f"{label} at {column.title}: {cell.shown}"]
@@ -201,7 +201,7 @@ def score_table(scores: Table, styles: Mapping[str, Style], name_source: bool = 
     head += [header(column.title, column.small, column.factor == 1) for column in scores.columns]
     body = [
         _variant_row(label, record, styles, [score_cell(scores, label, column) for column in scores.columns])
-        for label, record in scores.variants.items()
+        for label, record in scores.rows.items()
     ]
     direction = "higher is better" if scores.higher_is_better else "lower is better"
     title = element("p", table_title(scores, name_source), " ", element("small", f"({direction})"), class_="title")
@@ -215,19 +215,19 @@ def score_table(scores: Table, styles: Mapping[str, Style], name_source: bool = 
     return element("div", title, inner, [element("p", note, class_="small soft") for note in notes])
 
 
-def measured_at(tables: Sequence[Table], column: Column) -> list[Table]:
+def measured_at(tables: Sequence[Table], column: Length) -> list[Table]:
     """The tables that have values at a length."""
     return [one for one in tables if one.column(column)]
 
 
-def _at_length(suite: str, column: Column) -> str:
+def _at_length(suite: str, column: Length) -> str:
     """`RULER at 8× (16,384 tokens)`; the suite alone for sequences of their own lengths."""
     if column.factor is None and column.length is None:
         return suite_title(suite)
     return f"{suite_title(suite)} at {column.title}" + (f" ({column.small} tokens)" if column.small else "")
 
 
-def task_table(tables: Sequence[Table], column: Column, styles: Mapping[str, Style]) -> Markup:
+def task_table(tables: Sequence[Table], column: Length, styles: Mapping[str, Style]) -> Markup:
     """Variant by task at one length: the mean of all tasks first, the best of each task marked."""
     metrics = {metric_name(one) for one in tables}
     average = averages(tables, AVERAGED)
@@ -250,7 +250,7 @@ def task_table(tables: Sequence[Table], column: Column, styles: Mapping[str, Sty
     return element("div", element("p", name, metric, class_="title"), inner)
 
 
-def harness_table(tables: Sequence[Table], column: Column, styles: Mapping[str, Style]) -> Markup:
+def harness_table(tables: Sequence[Table], column: Length, styles: Mapping[str, Style]) -> Markup:
     """Task by variant, as the harness prints it: scores with its standard errors, the best of each task marked."""
     labels = variants_of(tables)
     head = [header("Task"), *(header(label_markup(label, styles)) for label in labels)]

@@ -1,41 +1,17 @@
-"""The look of each variant on the page, and its explanation; the words of the page."""
+"""The words of the page: names and explanations of variants, suites and terms; and the look of each variant."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 
+from pe_lab.evaluation.suites import SUITES, terms
+from pe_lab.evaluation.suites import title as suite_title
+from pe_lab.page.colours import SPARE, STYLES, Style
 from pe_lab.results.records import Record
-from pe_lab.results.scores import Table
+from pe_lab.results.table import Table
 from pe_lab.results.variants import in_order, kind
 
-
-@dataclass(frozen=True)
-class Style:
-    """A line's colour (a name in the stylesheet), dash pattern and width."""
-
-    colour: str
-    dash: str | None = None
-    width: float = 2.0
-
-
-# Hue is the scheme (grey RoPE, green dropped, orange NoPE), dash the variant. The hues are those of Okabe and Ito,
-# darkened.
-STYLES = {
-    "RoPE": Style("rope", None, 2.4),
-    "cropped": Style("rope", "2 4"),
-    "PI": Style("pi", "8 4"),
-    "NTK": Style("ntk", "11 3 2 3"),
-    "YaRN": Style("yarn"),
-    "DroPE": Style("drope", "6 4", 2.4),
-    "DroPE beta": Style("drope", "2 3", 2.4),
-    "DroPE paper beta": Style("drope", None, 3.0),
-    "NoPE": Style("nope", "3 3"),
-    "NoPE beta": Style("nope", "7 3"),
-    "NoPE paper beta": Style("nope"),
-}
-SPARE = ("extra-1", "extra-2", "extra-3", "extra-4")
-INK = Style("ink")
+__all__ = ["suite_title"]
 
 NAMES = {
     "cropped": "RoPE, cropped context",
@@ -103,7 +79,7 @@ FAMILIES = {
     "SSMax": "Attention logits are multiplied by s ln(n), n the number of tokens, with s learned for each head.",
     "Llama 4's temperature": "Queries grow with the logarithm of their position, as in Llama 4.",
 }
-METHODS = {
+AS_MEASURED = {
     "as trained": "Unchanged at every length.",
     "cropped": "Never sees more than its training length of context.",
     "PI": "The frequencies of its rotation are divided by s = length / training length (position interpolation).",
@@ -128,11 +104,11 @@ def definition(record: Record) -> str:
         parts.insert(0, "Its layers have different encodings.")
     if scaled:
         parts.append(f"It was trained with frequencies that are scaled already ({scaled}).")
-    method = str(record.get("variant") or "")
-    if method in METHODS:
-        parts.append(METHODS[method])
-    elif method:
-        parts.append(f"Here its weights are used under another encoding than they were trained with: {method}.")
+    variant = str(record.get("variant") or "")
+    if variant in AS_MEASURED:
+        parts.append(AS_MEASURED[variant])
+    elif variant:
+        parts.append(f"Here its weights are used under another encoding than they were trained with: {variant}.")
     return " ".join(parts)
 
 
@@ -178,4 +154,41 @@ def assign_styles(variants: Mapping[str, Record]) -> dict[str, Style]:
 
 def comparison_styles(table: Table) -> dict[str, Style]:
     """The styles of a table of several runs, where one variant has several rows."""
-    return {label: style for label, record in table.variants.items() if (style := STYLES.get(kind(record)))}
+    return {label: style for label, record in table.rows.items() if (style := STYLES.get(kind(record)))}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Suites
+
+SCORED = ("needles", "perplexity")  # the suites that a verdict is made of, the first one first
+ORDER = ("needles", *(name for name in SUITES if name != "needles"))
+ABOUT = {name: suite.about for name, suite in SUITES.items() if suite.about}
+DEPTH = "Where in the sequence a needle stands: 0% is its beginning, 100% its end, next to the question."
+
+
+def task_terms(suites: Collection[str], depths: bool) -> dict[str, str]:
+    """The glossary entries of these suites; `depths`: the page has heat maps."""
+    return ({"depth": DEPTH} if depths else {}) | terms(suites)
+
+
+def task_suites(names: Collection[str]) -> list[str]:
+    """Suites in the order of the page: the known ones first, then by name."""
+    return sorted(names, key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name))
+
+
+def task_name(table: Table) -> str:
+    """A task's display name."""
+    return table.source.replace("_", " ")
+
+
+def table_title(table: Table, name_source: bool = False) -> str:
+    """`RULER, niah single 1` of a prompted task; the suite, with its source on request, of any other table."""
+    title = suite_title(table.suite)
+    if table.prompted:
+        return f"{title}, {task_name(table)}"
+    return f"{title} on {table.source}" if table.source and name_source else title
+
+
+def metric_name(table: Table) -> str:
+    """The display name of a prompted task's metric: `fraction found`."""
+    return table.metric.replace("_", " ")

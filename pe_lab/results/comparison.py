@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pe_lab.results.groups import SEEDS, flat, seeds_of
-from pe_lab.results.paired import Difference, paired_t
 from pe_lab.results.records import as_dict, mappings
-from pe_lab.results.runs import Run
-from pe_lab.results.scores import Column, Table
-from pe_lab.results.standing import mixed_lengths
-from pe_lab.results.tables import build_tables
+from pe_lab.results.runs import RunFiles
+from pe_lab.results.scores import build_tables
+from pe_lab.results.standing import comparable
+from pe_lab.results.statistics import Difference
+from pe_lab.results.table import Cell, Length, Metric, Table, by_seed, seeds_table
 from pe_lab.results.variants import DROPPED, kind
 
+LOSS = "validation loss"
 # Keys that no result depends on, and those that have columns of their own.
 _ASIDE = ("name", "notes", "log", "checkpoint", "evaluation", "phases", *SEEDS, "data.cache_dir", "data.workers")
 
 
-def settings(run: Run) -> dict[str, Any]:
+def settings(run: RunFiles) -> dict[str, Any]:
     """The config of a run flat, by short keys: `data.tokenizer`, `pretrain.optimizer.learning_rate`, ...
 
     A positional encoding and the options of a source are one value each. `phases` names the phases.
@@ -50,7 +50,7 @@ def encoding_text(encoding: object) -> str:
     return f"{described.get('kind', '?')}({rest})" if rest else str(described.get("kind", "?"))
 
 
-def differing(runs: Sequence[Run]) -> tuple[dict[str, list[Any]], dict[str, Any]]:
+def differing(runs: Sequence[RunFiles]) -> tuple[dict[str, list[Any]], dict[str, Any]]:
     """The keys whose values differ, by short names, each with the value of every run; and the equal keys.
 
     Keys of a phase that a run lacks do not differ: `phases` does. A run without a config has None.
@@ -83,33 +83,26 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
 # Differences in pairs
 
 
-def finished(run: Run) -> bool:
+def finished(run: RunFiles) -> bool:
     """Whether all phases of a run are complete."""
     return bool(run.phases) and not any(phase.running for phase in run.phases)
 
 
-def last_validation(run: Run) -> float | None:
+def last_validation(run: RunFiles) -> float | None:
     """The last validation loss of a run, in nats per token; None if it has none."""
     points = [value for phase in run.phases for _, value in phase.series("validation_loss")]
     return points[-1] if points else None
 
 
-def finished_members(run: Run) -> list[Run]:
+def finished_members(run: RunFiles) -> list[RunFiles]:
     """The members of a group that have finished, or the run itself."""
     return [member for member in run.members or (run,) if finished(member)]
 
 
-def last_losses(run: Run) -> list[float]:
+def last_losses(run: RunFiles) -> list[float]:
     """The last validation losses of the members of a group that have finished, or of the run itself."""
     considered = finished_members(run) if run.members else [run]
     return [loss for member in considered if (loss := last_validation(member)) is not None]
-
-
-def by_seed(values: Mapping[Any, float | None], baseline: Mapping[Any, float | None]) -> Difference | None:
-    """The difference `values - baseline`, each {seed: value}, over the seeds that both have; None without one."""
-    pairs = [(value, baseline.get(seed)) for seed, value in values.items()]
-    known = [(value, other) for value, other in pairs if value is not None and other is not None]
-    return paired_t(*zip(*known, strict=True)) if known else None
 
 
 @dataclass(frozen=True)
@@ -127,55 +120,38 @@ class Paired:
 
     name: str
     what: str
-    column: Column | None
+    column: Length | None
     labels: tuple[str, str]
     difference: Difference
     share: bool
 
 
-def representative(run: Run, table: Table) -> str | None:
+def representative(run: RunFiles, table: Table) -> str | None:
     """The variant in a table of a run that stands for it: the dropped model with β, else the last phase as trained."""
-    kinds = {kind(record): label for label, record in reversed(table.variants.items())}
+    kinds = {kind(record): label for label, record in reversed(table.rows.items())}
     for name in DROPPED:
         if name in kinds:
             return str(kinds[name])
-    trained = [label for label, record in table.variants.items() if record.get("variant") == "as trained"]
+    trained = [label for label, record in table.rows.items() if record.get("variant") == "as trained"]
     order = {phase.name: n for n, phase in enumerate(run.phases)}
-    phases = {str(label): order.get(str(table.variants[label].get("phase")), -1) for label in trained or table.variants}
+    phases = {str(label): order.get(str(table.rows[label].get("phase")), -1) for label in trained or table.rows}
     return max(phases, key=phases.__getitem__, default=None)
 
 
-def stand_ins(runs: Sequence[Run], of: Table) -> tuple[Table, dict[str, str]]:
+def stand_ins(runs: Sequence[RunFiles], of: Table) -> tuple[Table, dict[str, str]]:
     """A table of the suite and source of `of` with one variant for each run, under the run's name; and their labels."""
-    cells, variants, labels = {}, {}, {}
+    cells, rows, labels = {}, {}, {}
     known = {column.key for column in of.columns}  # lengths in tokens alone have no place on an axis of multiples
     for run in runs:
         own = next((one for one in build_tables(of.suite, [run]) if one.source == of.source), None)
         if own is None or not own.cells or not (label := representative(run, own)):
             continue
-        labels[run.name], variants[run.name] = label, own.variants[label]
+        labels[run.name], rows[run.name] = label, own.rows[label]
         cells |= {(run.name, key): cell for (one, key), cell in own.cells.items() if one == label and key in known}
-    return Table(of.suite, of.source, of.columns, variants, cells), labels
+    return Table(of.columns, rows, cells, of.suite, of.source), labels
 
 
-def paired_scores(
-    runs: Sequence[Run], of: Table, labels: Mapping[str, str], column: Column, best: str, other: str
-) -> Difference | None:
-    """The difference `best - other` of two groups, named as in `stand_ins`, in pairs of seeds; None without two."""
-    by_name = {run.name: run for run in runs}
-
-    def read(name: str) -> Callable[[Run], float | None]:
-        def score(run: Run) -> float | None:
-            table = next((one for one in build_tables(of.suite, [run]) if one.source == of.source), None)
-            cell = table.cell(labels[name], column) if table else None
-            return cell.score if cell and math.isfinite(cell.score) else None
-
-        return score
-
-    return _of_members(by_name[other], by_name[best], read(other), read(best))
-
-
-def paired_differences(runs: Sequence[Run], suites: Sequence[str]) -> list[Paired]:
+def paired_differences(runs: Sequence[RunFiles], suites: Sequence[str]) -> list[Paired]:
     """Differences between groups that have at least two seeds in common, each against the first of `runs` that has.
 
     In the last validation loss of seeds that have finished, and in each suite at each length at which all read the same
@@ -185,57 +161,45 @@ def paired_differences(runs: Sequence[Run], suites: Sequence[str]) -> list[Paire
     if len(groups) < 2:
         return []
     first, found = groups[0], []
+    losses = seeds_table({run.name: {LOSS: _final_losses(run)} for run in groups})
     for other in groups[1:]:
         name = f"{other.name} − {first.name}"
-        if difference := _of_members(first, other, lambda run: last_validation(run) if finished(run) else None):
-            found.append(Paired(name, "validation loss", None, ("", ""), difference, False))
+        mine, theirs = (losses.cell(run.name, Metric(LOSS)) for run in (first, other))
+        if one := _paired(theirs, mine):
+            found.append(Paired(name, LOSS, None, ("", ""), one, False))
         for suite in suites:
             found += _in_suite(name, suite, first, other)
     return found
 
 
-def _in_suite(name: str, suite: str, first: Run, other: Run) -> list[Paired]:
+def _final_losses(run: RunFiles) -> dict[Any, float]:
+    """{seed: last validation loss} of the members of a group that have finished."""
+    known = {seeds_of(one): last_validation(one) for one in finished_members(run)}
+    return {seed: loss for seed, loss in known.items() if loss is not None}
+
+
+def _in_suite(name: str, suite: str, first: RunFiles, other: RunFiles) -> list[Paired]:
     """The differences of two groups in one suite."""
-    tables = [{table.source: table for table in build_tables(suite, [run])} for run in (first, other)]
-    of_member = {
-        id(run): {table.source: table for table in build_tables(suite, [run])}
-        for run in (*first.members, *other.members)
-    }
+    mine, theirs = ({table.source: table for table in build_tables(suite, [run])} for run in (first, other))
     result = []
-    for source, one in tables[0].items():
-        two = tables[1].get(source)
-        if two is None or not one.cells or not two.cells:
+    for source in mine:
+        if source not in theirs or not mine[source].cells or not theirs[source].cells:
             continue
-
-        def read(label: str, column: Column, source: str = source) -> Callable[[Run], float | None]:
-            def score(run: Run) -> float | None:
-                table = of_member[id(run)].get(source)
-                cell = table.cell(label, column) if table else None
-                return cell.score if cell and math.isfinite(cell.score) else None
-
-            return score
-
-        mixed = mixed_lengths([found[source] for found in of_member.values() if source in found])
-        stand_in = (representative(first, one), representative(other, two))
-        both = [(label, label) for label in one.variants if label in two.variants]
-        for mine, theirs in dict.fromkeys([stand_in, *both]):
-            for column in (column for column in one.columns if column.key not in mixed):
-                cell = one.cell(mine, column)
-                if cell and (found := _of_members(first, other, read(str(mine), column), read(str(theirs), column))):
-                    found = found if one.higher_is_better else _negative(found)  # losses, not their negatives
+        one, two = comparable([first, other], mine[source]), theirs[source]
+        stand_in = (representative(first, mine[source]), representative(other, two))
+        both = [(label, label) for label in mine[source].rows if label in two.rows]
+        for label, of_other in dict.fromkeys([stand_in, *both]):
+            for column in one.columns:
+                cell = one.cell(label, column)
+                if found := _paired(two.cell(of_other, column), cell):
                     what = suite if not source or suite == "needles" else f"{suite}, {source}"
-                    result.append(Paired(name, what, column, (str(theirs), str(mine)), found, cell.share))
+                    result.append(Paired(name, what, column, (str(of_other), str(label)), found, cell.share))
     return result
 
 
-def _negative(found: Difference) -> Difference:
-    return found._replace(mean=-found.mean, low=-found.high, high=-found.low)
-
-
-def _of_members(
-    first: Run, other: Run, read: Callable[[Run], float | None], read_other: Callable[[Run], float | None] | None = None
-) -> Difference | None:
-    """The difference `other - first` over the seeds that both have; None for fewer than two."""
-    theirs = {seeds_of(run): (read_other or read)(run) for run in other.members}
-    found = by_seed(theirs, {seeds_of(run): read(run) for run in first.members})
-    return found if found and found.count > 1 else None
+def _paired(theirs: Cell | None, mine: Cell | None) -> Difference | None:
+    """The difference of two cells, of losses where they are losses; None for fewer than two seeds in common."""
+    found = by_seed(theirs, mine) if theirs and mine else None
+    if found is None or found.count < 2:
+        return None
+    return found if mine.higher_is_better else found.reversed

@@ -22,8 +22,10 @@ class HeatMaps:
       values: [P, Y, X] by panel, row and column; NaN where nothing was measured.
       panels, rows, columns: the names of the P panels, Y rows and X columns.
       panel_label, row_label, column_label, value_label: what these names and the values are, with units.
-      scale: `sequential` colours, or `diverging` ones around 0.
+      scale: `sequential` colours, `diverging` ones around 0, or those of needles that were `found`, shares of 1.
       limits: the values of the first and the last colour; None: the smallest and the largest value.
+      framed: the column of the training length, which has a frame.
+      texts: whether files have the value of each cell, in per cent.
     """
 
     kind: ClassVar[str] = "heat_maps"
@@ -39,8 +41,10 @@ class HeatMaps:
     row_label: str
     column_label: str
     value_label: str
-    scale: Literal["sequential", "diverging"] = "sequential"
+    scale: Literal["sequential", "diverging", "found"] = "sequential"
     limits: tuple[float, float] | None = None
+    framed: int | None = None
+    texts: bool = False
 
     def __post_init__(self) -> None:
         expected = (len(self.panels), len(self.rows), len(self.columns))
@@ -50,13 +54,17 @@ class HeatMaps:
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a panel: y [X] over x [X], with a 95% interval [X] where there is one; NaN breaks the line."""
+    """One line of a panel: y [X] over x [X], with a 95% interval [X] where there is one; NaN breaks the line.
+
+    `faint`: thin, and without a name.
+    """
 
     label: str
     x: Numbers
     y: Numbers
     low: Numbers | None = None
     high: Numbers | None = None
+    faint: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,6 +79,10 @@ class LineCharts:
       log_x, log_y: logarithmic axes.
       marks: (x, text) of vertical lines, such as the training length.
       points: markers without lines between them.
+      bars: lines with a marker and a bar at each point, instead of a band.
+      x_unit, y_unit: how numbers are written: `bytes`, `tokens`, `length`, `share` or as they are.
+      x_ticks: the only ticks of x; none: round numbers.
+      y_limits: the ends of y; None: of the values.
     """
 
     kind: ClassVar[str] = "line_charts"
@@ -86,9 +98,37 @@ class LineCharts:
     log_y: bool = False
     marks: tuple[tuple[float, str], ...] = ()
     points: bool = False
+    bars: bool = False
+    x_unit: str = ""
+    y_unit: str = ""
+    x_ticks: tuple[float, ...] = ()
+    y_limits: tuple[float, float] | None = None
 
 
-Figure = HeatMaps | LineCharts
+@dataclass(frozen=True)
+class Effect:
+    """A row of `Effects`: a difference with its interval, the margins that count, and its outcome in words."""
+
+    text: str
+    mean: float
+    low: float
+    high: float
+    margins: tuple[float, ...]
+    words: str
+    colour: str
+
+
+@dataclass(frozen=True)
+class Effects:
+    """Differences on one axis, a row for each, with 0 marked (a forest plot)."""
+
+    name: str
+    title: str
+    rows: tuple[Effect, ...]
+    x_label: str
+
+
+Figure = HeatMaps | LineCharts | Effects
 
 
 def to_arrays(figure: Figure) -> tuple[dict[str, Any], dict[str, Numbers]]:

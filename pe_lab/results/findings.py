@@ -1,4 +1,4 @@
-"""What an analysis found, and the files that hold it: `analysis.json` and `analysis.npz`."""
+"""What an analysis found: sentences, tables, and figures as data; and the files that hold it."""
 
 from __future__ import annotations
 
@@ -14,20 +14,11 @@ import numpy as np
 
 from pe_lab.errors import DataError
 from pe_lab.results.figures import Figure, from_arrays, to_arrays
+from pe_lab.results.table import TextTable
 from pe_lab.storage import AnyPath, read_bytes, read_json, write_files
 
 FORMAT = 1  # of analysis.json; counted up when its keys change
 Arrays = Mapping[str, np.ndarray]
-
-
-@dataclass(frozen=True)
-class TextTable:
-    """A short table for the terminal and the report: the first `words` columns are words, the others numbers."""
-
-    title: str
-    header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    words: int = 1
 
 
 @dataclass(frozen=True)

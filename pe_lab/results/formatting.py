@@ -32,6 +32,14 @@ def count(value: Number) -> str:
     return f"{value:.0f}"
 
 
+def size_text(size: Number) -> str:
+    """10.2 GB, in decimal units."""
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if size >= unit:
+            return f"{size / unit:.3g} {name}"
+    return f"{size:.0f} B"
+
+
 def percent(fraction: Number) -> str:
     """An accuracy as a percentage; a decimal only below 10 and above 0."""
     if not math.isfinite(fraction):

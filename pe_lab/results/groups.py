@@ -1,8 +1,7 @@
-"""Groups of runs that differ by seed only. A group is read as one run: means over its seeds, with intervals.
+"""Groups of runs that differ by seed only. A group is read as one run: means over its seeds.
 
-The intervals are Student's t over seeds (`results.intervals`). Two seeds have a range instead, from the lower to the
-higher: the t interval of two values is 12.7 standard errors wide to both sides and would hide everything. Comparisons
-use the t interval of two seeds all the same. Seeds whose scores are equal have the interval of their samples.
+The intervals are those of `statistics.over_seeds`: Student's t, of two seeds their range. Comparisons use the t
+interval of two seeds all the same. Seeds whose scores are equal have the interval of their samples.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -19,11 +18,11 @@ from jaxtyping import Float
 from pe_lab.config import Config, from_dict
 from pe_lab.errors import UserError
 from pe_lab.identity import identity
-from pe_lab.results.intervals import Z95, exp, interval
 from pe_lab.results.records import Record, as_dict, as_list, number
-from pe_lab.results.runs import Phase, Run
-from pe_lab.results.scores import Cell, measure, source_of
-from pe_lab.results.tables import label_of
+from pe_lab.results.runs import PhaseFiles, RunFiles
+from pe_lab.results.scores import label_of, measure, source_of
+from pe_lab.results.statistics import Z95, Mean, exp, interval, over_seeds, student
+from pe_lab.results.table import Cell
 
 SEEDS = ("seed", "data.seed")  # keys of the identity
 
@@ -39,11 +38,10 @@ def flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from flat(item, f"{path}.{key}" if path else str(key))
 
 
-def identity_of(run: Run) -> dict[str, Any]:
+def identity_of(run: RunFiles) -> dict[str, Any]:
     """What the results of a run depend on (`config.identity`), flat; {} for a run without a config.
 
-    Fields that an earlier version of pe_lab did not have get their defaults. The config of a version with other keys
-    counts as it is written.
+    A config that this process cannot read, of an encoding that only the run's own code knows, counts as it is written.
     """
     if not run.config:
         return {}
@@ -54,26 +52,26 @@ def identity_of(run: Run) -> dict[str, Any]:
         return as_dict(run.info.get("identity")) or dict(flat(written))
 
 
-def seeds_of(run: Run) -> tuple[Any, ...]:
+def seeds_of(run: RunFiles) -> tuple[Any, ...]:
     """The seeds of a run: of initialization, and of the data's order."""
     known = identity_of(run)
     return tuple(known.get(name, 0) for name in SEEDS)
 
 
-def seed_words(run: Run) -> str:
+def seed_words(run: RunFiles) -> str:
     """`3`; `3, data 4` where the data has another seed."""
     first, data = seeds_of(run)
     return f"{first}" if first == data else f"{first}, data {data}"
 
 
-def group_runs(runs: Sequence[Run]) -> list[tuple[Run, ...]]:
+def group_runs(runs: Sequence[RunFiles]) -> list[tuple[RunFiles, ...]]:
     """The runs by groups, in the order of the first of each; runs of a group are in the order of their seeds.
 
     Runs are of one group if their identities differ by `SEEDS` only. Of runs with equal seeds, which say nothing about
     other seeds, only the first is of the group; the others are groups of one, as are runs without a config.
     """
-    groups: list[dict[tuple[Any, ...], Run]] = []
-    by_identity: dict[str, dict[tuple[Any, ...], Run]] = {}
+    groups: list[dict[tuple[Any, ...], RunFiles]] = []
+    by_identity: dict[str, dict[tuple[Any, ...], RunFiles]] = {}
     for run in runs:
         known = identity_of(run)
         rest = repr(sorted((key, value) for key, value in known.items() if key not in SEEDS))
@@ -88,16 +86,16 @@ def group_runs(runs: Sequence[Run]) -> list[tuple[Run, ...]]:
     return [tuple(group[seeds] for seeds in sorted(group, key=str)) for group in groups]
 
 
-def pooled(runs: Sequence[Run]) -> list[Run]:
-    """A run for each group: a group of one as it is, any other as the means over its members, `Run.members`."""
+def pooled(runs: Sequence[RunFiles]) -> list[RunFiles]:
+    """A run for each group: a group of one as it is, any other as the means over its members, `RunFiles.members`."""
     groups = group_runs(runs)
     names = _names(groups)
     return [group[0] if len(group) == 1 else _pool(name, group) for name, group in zip(names, groups, strict=True)]
 
 
-def _names(groups: Sequence[Sequence[Run]]) -> list[str]:
+def _names(groups: Sequence[Sequence[RunFiles]]) -> list[str]:
     """A name for each group: that of its config, else what the names of its members begin with, else both."""
-    ways: tuple[Callable[[Sequence[Run]], str], ...] = (
+    ways: tuple[Callable[[Sequence[RunFiles]], str], ...] = (
         lambda group: str(group[0].info.get("name") or ""),
         lambda group: _beginning([run.name for run in group]),
         lambda group: f"{group[0].name} and {len(group) - 1} more",
@@ -119,7 +117,7 @@ def _beginning(names: Sequence[str]) -> str:
     return shared.rstrip("-_.,=/ 0123456789").removesuffix("seed").rstrip("-_.,=/ ")
 
 
-def _pool(name: str, members: tuple[Run, ...]) -> Run:
+def _pool(name: str, members: tuple[RunFiles, ...]) -> RunFiles:
     """The members as one run. Phases and logs are those that all of them have."""
     first = members[0]
     phases = [[one for run in members if (one := run.phase(phase.name))] for phase in first.phases]
@@ -128,7 +126,9 @@ def _pool(name: str, members: tuple[Run, ...]) -> Run:
         first,
         name=name,
         phases=[_pool_phases(alike) for alike in phases if len(alike) == len(members)],
-        evaluation={suite: _pool_records([run.evaluation.get(suite, []) for run in members]) for suite in suites},
+        evaluation={
+            suite: _pool_records({seeds_of(run): run.evaluation.get(suite, []) for run in members}) for suite in suites
+        },
         problems=[f"{run.name}: {problem}" for run in members for problem in run.problems],
         analyses={},
         ledger=[],
@@ -140,41 +140,24 @@ def _pool(name: str, members: tuple[Run, ...]) -> Run:
 # Means over seeds
 
 
-class Spread(NamedTuple):
-    """A mean over `count` seeds. `low` and `high`: its t interval, the range of two seeds, NaN of one."""
-
-    mean: float
-    low: float
-    high: float
-    count: int
-
-
-def spread(values: Sequence[float]) -> Spread:
-    """The mean over seeds and its interval."""
-    if len(values) == 2:
-        return Spread(math.fsum(values) / 2, min(values), max(values), 2)
-    found = interval(np.asarray(values, np.float64))
-    return Spread(float(found.mean), float(found.low), float(found.high), len(values))
-
-
-def curve_over_seeds(curves: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, Spread]]:
+def curve_over_seeds(curves: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, Mean]]:
     """(x, mean and interval) of one curve for each seed, at every x that a seed has; `count` tells how many have it."""
     by_x: dict[float, list[float]] = {}
     for curve in curves:
         for x, y in dict(curve).items():
             by_x.setdefault(x, []).append(y)
-    result: dict[float, Spread] = {}
+    result: dict[float, Mean] = {}
     for n in {len(values) for values in by_x.values()}:
         places = [x for x, values in by_x.items() if len(values) == n]
         values: Float[np.ndarray, "n X"] = np.array([by_x[x] for x in places]).T
         found = interval(values)
         low, high = (values.min(0), values.max(0)) if n == 2 else (found.low, found.high)
         for x, *numbers in zip(places, found.mean, low, high, strict=True):
-            result[x] = Spread(*map(float, numbers), n)
+            result[x] = Mean(*map(float, numbers), n)
     return [(x, result[x]) for x in sorted(result)]
 
 
-def _pool_phases(phases: Sequence[Phase]) -> Phase:
+def _pool_phases(phases: Sequence[PhaseFiles]) -> PhaseFiles:
     """A phase of all seeds, with the means of what all have logged at a step."""
     logs: list[dict[float, Record]] = []
     for phase in phases:
@@ -195,25 +178,27 @@ def _pool_phases(phases: Sequence[Phase]) -> Phase:
     lineage = [{"what": what, "step": e.get("step")} for what, e in zip(whats, phases[0].lineage, strict=True)]
     info |= {"status": "complete" if complete else "running", "lineage": lineage}
     speed = [record for phase in phases for record in phase.speed]
-    return Phase(phases[0].name, info, metrics, speed)
+    return PhaseFiles(phases[0].name, info, metrics, speed)
 
 
-def _pool_records(by_seed: Sequence[Sequence[Record]]) -> list[Record]:
+def _pool_records(by_seed: Mapping[Any, Sequence[Record]]) -> list[Record]:
     """The records of a suite as means over seeds, each with `seeds`, how many were measured, and `of_seeds`."""
-    found: dict[tuple[Any, ...], dict[int, Record]] = {}
-    for seed, records in enumerate(by_seed):
+    found: dict[tuple[Any, ...], dict[Any, Record]] = {}
+    for seed, records in by_seed.items():
         for record in records:
             names = ("phase", "length", "factor", "step", "metric")
             key = (source_of(record), label_of(record), *(repr(record.get(name)) for name in names))
             if measure(record) is not None:
                 found.setdefault(key, {})[seed] = record
-    return [_mean_record(list(alike.values()), len(by_seed)) for alike in found.values()]
+    return [_mean_record(alike, len(by_seed)) for alike in found.values()]
 
 
-def _mean_record(records: Sequence[Record], of: int) -> Record:
-    """The mean of records of one measurement, one for each seed."""
+def _mean_record(of_seed: Mapping[Any, Record], of: int) -> Record:
+    """The mean of records of one measurement, one for each seed; `by_seed` has the score of each."""
+    records = list(of_seed.values())
+    cells = {seed: cell for seed, record in of_seed.items() if (cell := measure(record))}
     first = records[0]
-    counts = {"seeds": len(records), "of_seeds": of}
+    counts = {"seeds": len(records), "of_seeds": of, "by_seed": {seed: cell.score for seed, cell in cells.items()}}
     if len(records) == 1:
         return first | counts
     names = ("accuracy", "score", "value", "exact_match", "f1", "nll", "beta", "c", "nll_before", "nll_after")
@@ -225,9 +210,8 @@ def _mean_record(records: Sequence[Record], of: int) -> Record:
         for name in scores[0]
         if None not in (values := [number(one, name) for one in scores])
     }
-    cells = [cell for record in records if (cell := measure(record))]
     means["checkpoint"] = ", ".join(dict.fromkeys(str(record.get("checkpoint") or "–") for record in records))
-    merged = first | counts | means | _interval_of(cells) | _lists(records)
+    merged = first | counts | means | _interval_of([*cells.values()]) | _lists(records)
     if "nll" in means:
         merged["perplexity"] = exp(means["nll"])
     return merged
@@ -244,9 +228,9 @@ def _interval_of(cells: Sequence[Cell]) -> Record:
     if max(values) - min(values) < 1e-9:
         low, high = cells[0].ends or (None, None)
         return {"low": low, "high": high, "stderr": cells[0].stderr}
-    found, t = spread(values), interval(np.asarray(values, np.float64))
+    found, t = over_seeds(values), student(values)
     low, high = (exp(found.low), exp(found.high)) if losses else (found.low, found.high)
-    merged: Record = {"low": low, "high": high, "stderr": float(t.high - t.mean) / Z95}
+    merged: Record = {"low": low, "high": high, "stderr": (t.high - t.mean) / Z95}
     if losses and "nll" not in record:  # perplexities alone
         value = exp(found.mean)
         merged |= {"perplexity": value} if "perplexity" in record else {"score": value}
@@ -275,7 +259,9 @@ def _lists(records: Sequence[Record]) -> Record:
             merged[part or values] = None
             continue
         columns = [[number({"x": x}, "x") for x in column] for column in zip(*lists, strict=True)]
-        spreads = [spread([x for x in column if x is not None]) if None not in column else None for column in columns]
+        spreads = [
+            over_seeds([x for x in column if x is not None]) if None not in column else None for column in columns
+        ]
         numbers = {
             values: [s and s.mean for s in spreads],
             ("low" if part else f"{values}_low"): [s and s.low for s in spreads],

@@ -1,18 +1,32 @@
-"""The result records of a suite: a file of JSON lines in which a new measurement replaces the old one."""
+"""What an evaluation writes, as JSON: result records and sample records of a suite, and what it set out to measure.
+
+A new result record replaces the old one of the same measurement. Sample records, one for every answered sample, are
+appended a batch at a time and are on disk before the next batch begins. A process that is killed leaves whole lines and
+perhaps a part of one, which the next process cuts off: no finished sample is answered again. The measurements that an
+evaluation planned are on disk until all of them are made: reports tell what is missing.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pe_lab.storage import AnyPath, is_remote, read_records, write_records
+from pe_lab import storage
+from pe_lab.storage import AnyPath, AppendedLog, is_remote, read_records, write_file, write_records
 
 Record = dict[str, Any]
+SampleRecord = dict[str, Any]
 LARGEST = 1e150  # of a number that is shown: squares and sums of such numbers are finite
-KEYS = ("run", "checkpoint", "variant", "length", "seed", "source")  # what a record measured
+KEYS = ("run", "checkpoint", "variant", "length", "seed", "source")  # what a result record measured
+# What makes a sample record the answer to one question and to no other; `fingerprint` is that of the encoding.
+SAMPLE_KEYS = ("checkpoint_id", "fingerprint", "suite", "task", "length", "seed", "settings", "index")
+UNFINISHED = "unfinished"  # in the directory of the results; a file for each evaluation
+# What tells a planned measurement from others. A source or a length of null: the records have their own.
+PLANNED = ("suite", "source", "label", "phase", "checkpoint", "checkpoint_id", "step", "length", "factor")
 
 
 def key(record: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -139,3 +153,113 @@ def finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: finite(item) for name, item in value.items()}
     return [finite(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Samples
+
+
+def sample_key(record: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The question that a sample record answers: its values of `SAMPLE_KEYS`."""
+    return tuple(hashable(record.get(name)) for name in SAMPLE_KEYS)
+
+
+class SampleFile:
+    """The sample records of one suite.
+
+    Of several processes the first one reads and writes the file; all know its records.
+
+    Raises:
+      DataError: a complete line is no JSON object, or the file cannot be read.
+    """
+
+    def __init__(self, path: AnyPath):
+        from pe_lab.parallel import on_first  # which imports JAX, and reports do not
+
+        self.path = path
+        self._log: AppendedLog | None = None  # once something is appended
+        self.records = {sample_key(record): record for record in on_first(self._read)}
+
+    def _read(self) -> list[SampleRecord]:
+        return list(read_records(self.path, "sample record", "Move the file away and evaluate again.", partial=True))
+
+    def add(self, records: Sequence[SampleRecord]) -> None:
+        """Appends the records that are not in the file; on return they are on disk.
+
+        Raises:
+          DataError: the file cannot be written.
+        """
+        from pe_lab.parallel import is_first
+
+        new = [record for record in records if sample_key(record) not in self.records]
+        if is_first() and new:
+            self._append(new)
+        self.records.update({sample_key(record): record for record in new})
+
+    def _append(self, new: Sequence[SampleRecord]) -> None:
+        if self._log is None:
+            self._log = AppendedLog(self.path, advice="Give another directory with --out.")
+        self._log.append(*new)
+        self._log.flush()
+
+    def forget(self, unwanted: Sequence[tuple[Any, ...]]) -> None:
+        """Removes records, so that their samples are answered again."""
+        from pe_lab.parallel import is_first
+
+        removed = set(unwanted) & set(self.records)
+        if not removed:
+            return
+        if is_first():
+            if self._log is not None:
+                self._log.close()
+            kept = [record for record in self._read() if sample_key(record) not in removed]
+            self._log = AppendedLog(self.path, kept, "Give another directory with --out.")
+        self.records = {name: record for name, record in self.records.items() if name not in removed}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is planned
+
+
+@contextlib.contextmanager
+def announced(directory: AnyPath, planned: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+    """Writes what is to be measured to unfinished/DIGEST.json, and removes the file when the block ends without error.
+
+    A process that is killed leaves the file, and the same evaluation, when it is whole, removes it. Of several
+    processes the first one writes.
+
+    Args:
+      directory: of the results.
+      planned: the parts of result records that name them, see `PLANNED`.
+
+    Raises:
+      DataError: the file cannot be written.
+    """
+    from pe_lab.parallel import is_first  # which imports JAX, and reports do not
+
+    units = [{name: one.get(name) for name in PLANNED} for one in planned]
+    path = directory / UNFINISHED / f"{digest(units)}.json"
+    if is_first() and units:
+        write_file(path, json.dumps({"planned": units}) + "\n", "Give another directory with --out.")
+    yield
+    if is_first() and units:
+        storage.remove(path)
+        if not storage.is_remote(path):
+            with contextlib.suppress(OSError):  # of another evaluation that is not complete
+                path.parent.rmdir()
+
+
+def is_measured(unit: Mapping[str, Any], records: Sequence[Record]) -> bool:
+    """Whether a record of a suite has what a unit planned, of the same checkpoint or of a later one of its phase."""
+
+    def fits(record: Record) -> bool:
+        names = (record.get("source"), record.get("task"), record.get("asked"))
+        same = all(record.get(name) == unit.get(name) for name in ("label", "phase"))
+        return (
+            same
+            and unit.get("source") in (None, *names)
+            and unit.get("length") in (None, record.get("length"))
+            and (number(record, "step") or 0.0) >= (number(unit, "step") or 0.0)
+        )
+
+    return any(map(fits, records))

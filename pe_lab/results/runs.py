@@ -1,7 +1,7 @@
 """Reads run directories: the files that training and evaluation wrote about a run and its phases.
 
-A run may still be going. A missing or damaged file raises no error: it becomes a sentence in `Run.problems`, which the
-report shows.
+A run may still be going. A missing or damaged file raises no error: it becomes a sentence in `RunFiles.problems`, which
+the report shows.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from jaxtyping import Float
 
 from pe_lab.errors import DataError
 from pe_lab.results.formatting import shortened
-from pe_lab.results.records import Record, as_dict, mappings, number
-from pe_lab.results.unfinished import FOLDER
+from pe_lab.results.records import UNFINISHED, Record, as_dict, mappings, number
 from pe_lab.results.variants import EXTERNAL
 from pe_lab.storage import AnyPath, absolute, children, is_file, json_object, json_objects, log_exists, read_log
 from pe_lab.storage.manifest import MANIFEST
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Phase:
+class PhaseFiles:
     """One phase of training: `phase.json`, the records that it logged, and the steps of its checkpoints."""
 
     name: str
@@ -114,24 +113,24 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunFiles:
     """One run directory.
 
     `source` names the external checkpoint that it was imported from, or is empty. `analyses` are those of
-    `analysis/NAME`, by NAME. `members` are the runs of a group, which is read as one run (`analysis.groups`). `plans`
+    `analysis/NAME`, by NAME. `members` are the runs of a group, which is read as one run (`results.groups`). `plans`
     has the measurements of each evaluation that has begun and not ended.
     """
 
     name: str
     directory: AnyPath
     info: Record
-    phases: list[Phase]
+    phases: list[PhaseFiles]
     evaluation: dict[str, list[Record]]
     problems: list[str]
     source: str = ""
     analyses: Mapping[str, Written] = field(default_factory=dict)
     ledger: list[Record] = field(default_factory=list)  # ledger.jsonl
-    members: tuple[Run, ...] = ()
+    members: tuple[RunFiles, ...] = ()
     plans: list[list[Record]] = field(default_factory=list)  # evaluation/unfinished/*.json
 
     @property
@@ -144,7 +143,7 @@ class Run:
         """Sequence length of the first phase, in tokens."""
         return next((phase.length for phase in self.phases if phase.length), None)
 
-    def phase(self, name: object) -> Phase | None:
+    def phase(self, name: object) -> PhaseFiles | None:
         """The phase of this name."""
         return next((phase for phase in self.phases if phase.name == name), None)
 
@@ -162,7 +161,7 @@ class NoRun(DataError):
     """A path exists and is not the directory of a run."""
 
 
-def read_run(directory: AnyPath) -> Run:
+def read_run(directory: AnyPath) -> RunFiles:
     """The run of a directory.
 
     Raises:
@@ -179,7 +178,7 @@ def read_run(directory: AnyPath) -> Run:
     phase_files = sorted(p / "phase.json" for p in inside if (p / "phase.json").is_file())
     evaluated = list((directory / "evaluation").iterdir()) if directory / "evaluation" in inside else []
     evaluation_files = sorted(p for p in evaluated if p.suffix == ".jsonl")
-    plan_files = sorted(p for folder in evaluated if folder.name == FOLDER for p in folder.iterdir())
+    plan_files = sorted(p for folder in evaluated if folder.name == UNFINISHED for p in folder.iterdir())
     analyses = _directories(directory / "analysis") if directory / "analysis" in inside else []
     analysis_files = sorted(p / "analysis.json" for p in analyses if (p / "analysis.json").is_file())
     if not any((run_file.exists(), own_phase.exists(), phase_files, evaluation_files, analysis_files)):
@@ -206,7 +205,7 @@ def read_run(directory: AnyPath) -> Run:
     ledger = _read_records(directory / "ledger.jsonl", directory, [])  # of runs without it, nothing is missing
     source = source or _imported_from(phases)
     plans = [mappings(_read_json(p, directory, problems).get("planned")) for p in plan_files if p.suffix == ".json"]
-    return Run(name, directory, info, phases, evaluation, problems, source, analyses, ledger, plans=plans)
+    return RunFiles(name, directory, info, phases, evaluation, problems, source, analyses, ledger, plans=plans)
 
 
 def _directories(directory: AnyPath) -> list[AnyPath]:
@@ -214,7 +213,7 @@ def _directories(directory: AnyPath) -> list[AnyPath]:
     return [path for path in directory.iterdir() if path.is_dir()]
 
 
-def read_runs(directories: Sequence[AnyPath], show: Callable[[str], None] | None = None) -> list[Run]:
+def read_runs(directories: Sequence[AnyPath], show: Callable[[str], None] | None = None) -> list[RunFiles]:
     """The runs of all directories, each once; runs of equal names get the names of their directories.
 
     With `show`, paths that hold no run are left out, which `show` tells in a line each, if others hold one.
@@ -240,13 +239,13 @@ def read_runs(directories: Sequence[AnyPath], show: Callable[[str], None] | None
     return [replace(run, name=absolute(run.directory).name) if names.count(run.name) > 1 else run for run in runs]
 
 
-def _imported_from(phases: Sequence[Phase]) -> str:
+def _imported_from(phases: Sequence[PhaseFiles]) -> str:
     """The external checkpoint that the lineages of the phases begin with; "" if there is none."""
     entries = [str(entry.get("what", "")) for phase in phases for entry in phase.lineage]
     return next((what.removeprefix(p) for what in entries for p in EXTERNAL if what.startswith(p)), "")
 
 
-def _read_phase(path: AnyPath, root: AnyPath, problems: list[str]) -> Phase:
+def _read_phase(path: AnyPath, root: AnyPath, problems: list[str]) -> PhaseFiles:
     """The phase whose `phase.json` is `path`."""
     directory = path.parent
     info = _read_json(path, root, problems)
@@ -265,7 +264,7 @@ def _read_phase(path: AnyPath, root: AnyPath, problems: list[str]) -> Phase:
     # Behind the log of a phase that is being trained, or was killed. Of a complete one they are not asked for: a store
     # answers for each.
     saved = () if info.get("status") == "complete" else _saved_steps(directory / "checkpoints")
-    return Phase(str(info.get("phase") or absolute(directory).name), info, metrics, speed, saved)
+    return PhaseFiles(str(info.get("phase") or absolute(directory).name), info, metrics, speed, saved)
 
 
 def _saved_steps(directory: AnyPath) -> tuple[int, ...]:

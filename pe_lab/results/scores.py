@@ -1,67 +1,17 @@
-"""Result records as scores and as tables: variant by length, each value with its interval, the best of each length."""
+"""Result records as scores and as tables: by variant and length, by tokens trained, and averages over tasks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
-from pe_lab.results.formatting import percent, short_number, times
-from pe_lab.results.intervals import Z95, exp, wilson
-from pe_lab.results.records import Record, as_dict, number
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One measurement.
-
-    Attributes:
-      value: the number to show.
-      score: the number to compare: higher is better, and its errors are normal.
-      stderr: of the score; None if it is not known.
-      record: the result record.
-      share: whether the value is a share of 1, shown in per cent.
-      ends: the 95% interval of the value; None if it is not known.
-    """
-
-    value: float
-    score: float
-    stderr: float | None
-    record: Record = field(repr=False)
-    share: bool = False
-    ends: tuple[float, float] | None = None
-
-    def format(self, value: float) -> str:
-        """A number in this cell's unit."""
-        return percent(value) if self.share else short_number(value)
-
-    @property
-    def shown(self) -> str:
-        return self.format(self.value)
-
-    @property
-    def interval(self) -> str:
-        """`48–57%`; "" if the interval is not known."""
-        if self.ends is None:
-            return ""
-        low, high = map(self.format, self.ends)
-        return f"{low.removesuffix('%') if high.endswith('%') else low}–{high}"
-
-    @property
-    def higher_is_better(self) -> bool:
-        """Whether a higher value is better: not of losses and perplexities."""
-        known = self.record
-        return not ("nll" in known or "perplexity" in known or known.get("higher_is_better") is False)
-
-    @property
-    def all_found(self) -> float | None:
-        """The share of prompts whose needles were all found; None where prompts have no needles."""
-        return number(as_dict(self.record.get("scores")), "all_found")
-
-
-def is_prompted(record: Record) -> bool:
-    """Whether a record is of a task that is asked with prompts: it names the metric of its score."""
-    return isinstance(record.get("metric"), str) and "score" in record
+from pe_lab.results.records import Record, as_dict, bins, number
+from pe_lab.results.runs import RunFiles
+from pe_lab.results.statistics import Z95, exp, wilson
+from pe_lab.results.table import Bucket, Cell, Length, Table, is_prompted, mean_cell, share_cell, with_shares
+from pe_lab.results.variants import in_order
 
 
 def measure(record: Record) -> Cell | None:
@@ -108,100 +58,6 @@ def measure(record: Record) -> Cell | None:
     return Cell(value, -value if lower else value, stderr, record, ends=ends)
 
 
-def share_cell(value: float, stderr: float | None, record: Record, ends: tuple[float, float] | None) -> Cell:
-    """A cell of a share of 1, whose interval is cut to 0..1."""
-    ends = None if ends is None else (max(ends[0], 0.0), min(ends[1], 1.0))
-    return Cell(value, value, stderr, record, True, ends)
-
-
-def compare(ours: Cell, theirs: Cell) -> str:
-    """`win`, `loss`, or `tie` if the difference is within 95% of the noise of both."""
-    difference = ours.score - theirs.score
-    noise = Z95 * math.hypot(ours.stderr or 0.0, theirs.stderr or 0.0)
-    if abs(difference) <= noise or difference == 0:
-        return "tie"
-    return "win" if difference > 0 else "loss"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Tables
-
-
-@dataclass(frozen=True)
-class Column:
-    """A length: as a multiple of the training length if that is known, and in tokens.
-
-    Both are None for tasks whose sequences have lengths of their own. Columns of equal `key` are the same column.
-    """
-
-    factor: float | None
-    length: float | None
-
-    @property
-    def title(self) -> str:
-        if self.factor is None and self.length is None:
-            return "the sequences' own lengths"
-        return times(self.factor) if self.factor is not None else f"{self.length:,} tokens"
-
-    @property
-    def small(self) -> str:
-        """The length in tokens, if the title is a multiple."""
-        return f"{self.length:,}" if self.length and self.factor is not None else ""
-
-    @property
-    def key(self) -> Hashable:
-        return self.factor if self.factor is not None else float(self.length or 0)
-
-
-@dataclass(frozen=True)
-class Table:
-    """One suite on one source.
-
-    Attributes:
-      columns: the lengths.
-      variants: the label of each variant, and one of its records.
-      cells: by (label, column key).
-      skipped: how many records have no number or no length.
-    """
-
-    suite: str
-    source: str
-    columns: tuple[Column, ...]
-    variants: dict[Hashable, Record]
-    cells: dict[tuple[Hashable, Hashable], Cell]
-    skipped: int = 0
-
-    @property
-    def higher_is_better(self) -> bool:
-        return all(cell.higher_is_better for cell in self.cells.values())
-
-    @property
-    def prompted(self) -> bool:
-        """Whether the table is of one task that is asked with prompts."""
-        return any(is_prompted(cell.record) for cell in self.cells.values())
-
-    @property
-    def metric(self) -> str:
-        """The metric of a prompted task; "" of any other table."""
-        return next((str(cell.record["metric"]) for cell in self.cells.values() if is_prompted(cell.record)), "")
-
-    def cell(self, label: Hashable, column: Column) -> Cell | None:
-        return self.cells.get((label, column.key))
-
-    def column(self, column: Column) -> dict[Hashable, Cell]:
-        """The measurements at one length, by label."""
-        return {label: cell for label in self.variants if (cell := self.cell(label, column))}
-
-    def best(self, column: Column) -> tuple[Hashable, set[Hashable]]:
-        """The label with the best score at a length, and the labels whose score is a tie with it at 95%."""
-        cells = self.column(column)
-        if not cells:
-            return "", set()
-        winner = max(cells, key=lambda label: cells[label].score)
-        others = {label: cell for label, cell in cells.items() if label != winner and cells[winner].stderr is not None}
-        return winner, {label for label, cell in others.items() if compare(cell, cells[winner]) == "tie"}
-
-
 def source_of(record: Record) -> str:
     """The source or the task that a record measured; "" if it names none."""
     return str(record.get("source") or record.get("task") or "")
@@ -217,14 +73,14 @@ def latest(records: Sequence[Record]) -> list[Record]:
     return [one for one, who, step in zip(records, whose, steps, strict=True) if step == last[who]]
 
 
-def arrange(records: Iterable[tuple[str, Hashable, Column, Record]]) -> list[Table]:
+def arrange(records: Iterable[tuple[str, Hashable, Length, Record]]) -> list[Table]:
     """A table for each suite and source, from (suite, label, column, record), in the order of the records.
 
     Of several checkpoints of a label the latest counts; lengths that only others have are left out. Of repeated records
     the last counts: a task of lm_eval that was asked by itself and in a group has two. A record without a number, of a
     model that diverged, becomes a cell of NaN.
     """
-    groups: dict[tuple[str, str], list[tuple[Hashable, Column, Record]]] = {}
+    groups: dict[tuple[str, str], list[tuple[Hashable, Length, Record]]] = {}
     for suite, label, column, record in records:
         groups.setdefault((suite, source_of(record)), []).append((label, column, record))
     tables = []
@@ -232,35 +88,168 @@ def arrange(records: Iterable[tuple[str, Hashable, Column, Record]]) -> list[Tab
         last_step: dict[Hashable, float] = {}
         for label, _, record in found:
             last_step[label] = max(last_step.get(label, 0.0), number(record, "step") or 0.0)
-        columns: dict[Hashable, Column] = {}
+        columns: dict[Hashable, Length] = {}
         cells: dict[tuple[Hashable, Hashable], Cell] = {}
         for label, column, record in found:
             if columns.setdefault(column.key, column).length != column.length:
-                columns[column.key] = Column(column.factor, None)  # training lengths differ: only the factor is common
+                columns[column.key] = Length(column.factor, None)  # training lengths differ: only the factor is common
             if (number(record, "step") or 0.0) == last_step[label]:
-                cells[label, column.key] = measure(record) or Cell(math.nan, -math.inf, None, record)
-        variants: dict[Hashable, Record] = {}
+                cell = measure(record) or Cell(math.nan, -math.inf, None, record)
+                cells[label, column.key] = replace(cell, scores=record["by_seed"]) if "by_seed" in record else cell
+        rows: dict[Hashable, Record] = {}
         for (label, _), cell in cells.items():
-            variants.setdefault(label, cell.record)
+            rows.setdefault(label, cell.record)
         measured = tuple(column for key, column in columns.items() if any(key == at for _, at in cells))
-        tables.append(Table(suite, source, measured, variants, cells))
+        tables.append(Table(measured, rows, cells, suite, source))
     return tables
 
 
-def with_shares(tables: Iterable[Table]) -> list[Table]:
-    """The tables whose scores are shares of 1, which can be averaged."""
-    numbers = [(table, [cell for cell in table.cells.values() if not math.isnan(cell.value)]) for table in tables]
-    return [table for table, cells in numbers if cells and all(cell.share for cell in cells)]
+# ---------------------------------------------------------------------------------------------------------------------
+# The tables of runs
 
 
-def mean_cell(tables: Sequence[Table], label: Hashable, column: Column) -> Cell | None:
-    """The mean of a variant's scores on different tasks, whose errors are independent; None if it lacks one."""
-    cells = [cell for table in tables if (cell := table.cell(label, column)) and not math.isnan(cell.value)]
-    if len(cells) < len(tables):
+def label_of(record: Record) -> str:
+    """The label of a record's variant."""
+    label = record.get("label") or " + ".join(str(record[key]) for key in ("model", "variant") if record.get(key))
+    return str(label or "unnamed")
+
+
+def build_tables(suite: str, runs: Sequence[RunFiles]) -> list[Table]:
+    """The tables of a suite, one for each source; among several runs a label begins with the run's name.
+
+    The source with most tokens comes first, symbolic needles last.
+    """
+    records = [(run, record) for run in runs for record in run.evaluation.get(suite, [])]
+    phases: dict[tuple[str, str], set[str]] = {}
+    for run, record in records:
+        phases.setdefault((run.name, label_of(record)), set()).add(str(record.get("phase", "")))
+    found: list[tuple[str, Hashable, Length, Record]] = []
+    skipped: Counter[str] = Counter()
+    for run, record in records:
+        label, column = label_of(record), column_of(run, record)
+        if len(phases[run.name, label]) > 1:  # one label, two sets of weights
+            label += f" ({record.get('phase')})"
+        if len(runs) > 1:
+            label = f"{run.name}: {label}"
+        if column is None or measure(record) is None:
+            skipped[source_of(record)] += 1
+        else:
+            found.append((suite, label, column, record))
+    tables = [replace(_sorted(table), skipped=skipped[table.source]) for table in arrange(found)]
+    return sorted(tables, key=lambda table: (table.source.startswith("needles"), -_tokens_measured(table)))
+
+
+def _sorted(table: Table) -> Table:
+    """The table with its shortest length first, and its variants in the order of tables."""
+    columns = tuple(sorted(table.columns, key=lambda column: column.key))
+    return replace(table, columns=columns, rows=in_order(table.rows))
+
+
+def _tokens_measured(table: Table) -> float:
+    """The tokens behind a table; 0 for prompted tasks, which keep the order of their records."""
+    if table.prompted:
+        return 0.0
+    return max((number(cell.record, "tokens") or 0.0 for cell in table.cells.values()), default=0.0)
+
+
+def column_of(run: RunFiles, record: Record) -> Length | None:
+    """The length that a record was measured at."""
+    factor, length = number(record, "factor"), number(record, "length")
+    if factor is None and length is not None and run.training_length:
+        factor = length / run.training_length
+    if factor is None and length is None:
+        return Length(None, None) if is_prompted(record) else None
+    return Length(factor, int(length) if length is not None else None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Scores by tokens trained
+
+
+def histories(run: RunFiles, suite: str) -> list[tuple[str, Length, Table]]:
+    """(phase, length, table) of a suite, longest sequences first; a table's columns are tokens of training.
+
+    Only of phases of which several steps were measured.
+    """
+    found: dict[tuple[str, str, float], dict[tuple[str, float], Cell]] = {}
+    columns: dict[float, Length] = {}
+    for record in run.evaluation.get(suite, []):
+        column, cell, trained = column_of(run, record), measure(record), tokens_trained(run, record)
+        if column is not None and cell is not None and trained is not None:
+            columns.setdefault(column.key, column)
+            cells = found.setdefault((source_of(record), str(record.get("phase", "")), column.key), {})
+            cells[label_of(record), trained] = cell
+    result = []
+    for (source, phase, key), cells in sorted(found.items(), key=lambda item: -item[0][2]):
+        steps = Counter(label for label, _ in cells)
+        several = {(label, trained): cell for (label, trained), cell in cells.items() if steps[label] > 1}
+        if several:
+            variants = {label: cell.record for (label, _), cell in several.items()}
+            tokens = tuple(Length(None, trained) for trained in sorted({trained for _, trained in several}))
+            result.append((phase, columns[key], Table(tokens, variants, several, suite, source)))
+    return result
+
+
+def tokens_trained(run: RunFiles, record: Record) -> float | None:
+    """Training tokens behind a record: its own number, else those that its phase had read at its step."""
+    known, step = number(record, "tokens_trained"), number(record, "step")
+    if known is not None:
+        return known
+    phase = run.phase(record.get("phase"))
+    return phase.tokens_at(step) if phase and step is not None else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tasks that are asked with prompts
+
+
+def columns_of(tables: Sequence[Table]) -> list[Length]:
+    """The lengths of several tasks, each once, shortest first; sequences of their own lengths come before all."""
+    found = {column.key: column for table in tables for column in table.columns}
+    return [found[key] for key in sorted(found)]
+
+
+def variants_of(tables: Sequence[Table]) -> dict[str, Record]:
+    """The variants of several tasks, in the order of tables."""
+    found: dict[str, Record] = {}
+    for table in tables:
+        found = table.rows | found
+    return in_order(found)
+
+
+def averages(tables: Sequence[Table], averaged: Mapping[str, int | None]) -> Table | None:
+    """The mean over tasks by variant and length, for variants that have all tasks; None if there is nothing to average.
+
+    Tasks whose scores are not shares of 1 are left out. `averaged` names the suites that are averaged, with the number
+    of their tasks (None: any).
+    """
+    tables = with_shares(tables)
+    if len(tables) < 2 or (suite := tables[0].suite) not in averaged:
         return None
-    value = math.fsum(cell.value for cell in cells) / len(cells)
-    errors = [cell.stderr for cell in cells if cell.stderr is not None]
-    stderr = math.hypot(*errors) / len(cells) if len(errors) == len(cells) else None
-    ends = None if stderr is None else (value - Z95 * stderr, value + Z95 * stderr)
-    samples = sum(number(cell.record, "samples") or 0.0 for cell in cells)
-    return share_cell(value, stderr, cells[0].record | {"scores": {}, "samples": samples, "truncated": None}, ends)
+    variants, columns = variants_of(tables), columns_of(tables)
+    pairs = [(label, column) for label in variants for column in columns]
+    cells = {(label, column.key): cell for label, column in pairs if (cell := mean_cell(tables, label, column))}
+    if not cells:
+        return None
+    n, of = len(tables), averaged[suite] or 0
+    name = "average" if n == of else f"mean of {n} of {of} tasks" if n < of else f"mean of {n} tasks"
+    labels, keys = {label for label, _ in cells}, {key for _, key in cells}
+    kept = tuple(column for column in columns if column.key in keys)
+    rows = {label: record for label, record in variants.items() if label in labels}
+    return Table(kept, rows, cells, suite, name)
+
+
+def by_sequence_length(table: Table, training_length: int | None = None) -> Table | None:
+    """A task's scores by the length of the sequence, from the records' `by_length`; None if no record has it."""
+    records = []
+    for (label, _), cell in table.cells.items():
+        found = as_dict(cell.record.get("by_length"))
+        unit = training_length if found.get("of", "tokens") == "tokens" else None
+        for here in bins(found, "edges", "score", "low", "high", "count"):
+            start, end = here["start"], here["end"]
+            if 0 <= here["score"] <= 1:
+                multiples = f"{start / unit:.3g}–{end / unit:.3g}×" if unit else ""
+                numbers = {"score": here["score"], "low": here.get("low"), "high": here.get("high"), "stderr": None}
+                record = cell.record | numbers | {"scores": {}, "samples": here.get("count"), "truncated": None}
+                records.append((table.suite, label, Bucket(None, int(end), int(start), multiples), record))
+    return next(map(_sorted, arrange(records)), None)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from pe_lab.results.formatting import listing, times
-from pe_lab.results.records import Record, as_dict, number
-from pe_lab.results.runs import Phase, Run
-from pe_lab.results.scores import Table, source_of
-from pe_lab.results.tables import build_tables, column_of, label_of
-from pe_lab.results.unfinished import is_measured
+from pe_lab.results.records import Record, as_dict, is_measured, number
+from pe_lab.results.runs import PhaseFiles, RunFiles
+from pe_lab.results.scores import build_tables, column_of, label_of, source_of
+from pe_lab.results.table import Table
 
 SHOWN = 4  # names in a sentence; of the others the number
 # Settings of a record that belong to its variant. The others choose the samples, which a comparison has in common.
@@ -20,7 +18,7 @@ OF_VARIANT = ("stride", "coefficient", "fit", "fingerprint", "max_length")
 SETTINGS_OF = ("perplexity", "needles")  # whose records list their settings
 
 
-def cautions(run: Run) -> list[str]:
+def cautions(run: RunFiles) -> list[str]:
     """Sentences on scores of former checkpoints, of other weights, on other samples, and on those that are missing.
 
     Those of a group name the run. None where the scores are what they seem.
@@ -32,7 +30,7 @@ def cautions(run: Run) -> list[str]:
     return found[:SHOWN] + ([f"{len(found) - SHOWN} more remarks of this kind."] if len(found) > SHOWN else [])
 
 
-def _cautions(run: Run) -> Iterator[str]:
+def _cautions(run: RunFiles) -> Iterator[str]:
     planned, missing = [unit for plan in run.plans for unit in plan], _missing(run)
     if missing:
         yield (
@@ -46,20 +44,20 @@ def _cautions(run: Run) -> Iterator[str]:
         yield f"To measure the last checkpoints: python -m pe_lab.evaluate --from={run.directory}"
 
 
-def usable(run: Run, table: Table) -> Table:
+def usable(run: RunFiles, table: Table) -> Table:
     """A table without the lengths at which a planned measurement is missing, or variants read different samples."""
     keys = {column_of(run, unit).key for unit in _missing_of(run, table.suite, table.source) if column_of(run, unit)}
     for member in run.members or (run,):
         keys |= _mixed_columns(member).get((table.suite, table.source), set())
-    return _without(table, keys)
+    return table.without(keys)
 
 
-def comparable(runs: Sequence[Run], table: Table) -> Table:
+def comparable(runs: Sequence[RunFiles], table: Table) -> Table:
     """A table of several runs without the lengths at which they, or the members of a group, read different samples."""
-    return _without(table, mixed_lengths(_tables_of(runs, table.suite, table.source)))
+    return table.without(mixed_lengths(_tables_of(runs, table.suite, table.source)))
 
 
-def not_compared(runs: Sequence[Run], tables: Iterable[Table]) -> str:
+def not_compared(runs: Sequence[RunFiles], tables: Iterable[Table]) -> str:
     """A sentence on the lengths of tables of several runs that `comparable` leaves out; "" without any."""
     parts = []
     for table in tables:
@@ -71,19 +69,7 @@ def not_compared(runs: Sequence[Run], tables: Iterable[Table]) -> str:
     return f"{why}: {'; '.join(parts)}." if parts else ""
 
 
-def _without(table: Table, keys: Iterable[Hashable]) -> Table:
-    """A table without the lengths of these keys, and without the variants that have no other."""
-    if not keys:
-        return table
-    columns = tuple(column for column in table.columns if column.key not in keys)
-    cells = {at: cell for at, cell in table.cells.items() if at[1] not in keys}
-    labels = {label for label, _ in cells}
-    return replace(
-        table, columns=columns, cells=cells, variants={k: v for k, v in table.variants.items() if k in labels}
-    )
-
-
-def last_step(phase: Phase | None) -> float | None:
+def last_step(phase: PhaseFiles | None) -> float | None:
     """The step that an evaluation of a phase would measure; None if it is not known.
 
     Of a phase that is not complete, that of its newest checkpoint: the log is ahead of it. Of any other, and where no
@@ -94,7 +80,7 @@ def last_step(phase: Phase | None) -> float | None:
     return float(phase.steps_done) if phase and phase.steps_done else None
 
 
-def is_former(run: Run, record: Mapping[str, Any]) -> bool:
+def is_former(run: RunFiles, record: Mapping[str, Any]) -> bool:
     """Whether a record, or a model of an analysis, is of a step before the last one of its phase."""
     step, last = number(record, "step"), last_step(run.phase(record.get("phase")))
     return step is not None and last is not None and step < last
@@ -104,7 +90,7 @@ def is_former(run: Run, record: Mapping[str, Any]) -> bool:
 # Of former checkpoints
 
 
-def _former(run: Run) -> Iterator[str]:
+def _former(run: RunFiles) -> Iterator[str]:
     """A sentence for each phase and step whose scores are the latest of some variants, and not of the last step."""
     latest: dict[tuple[str, str, str, Hashable], Record] = {}
     for suite, records in run.evaluation.items():
@@ -128,7 +114,7 @@ def _former(run: Run) -> Iterator[str]:
         yield f"The scores of {listing(others)} are of other weights than those that are here under the same name."
 
 
-def _of_other_weights(run: Run, record: Record) -> bool:
+def _of_other_weights(run: RunFiles, record: Record) -> bool:
     """Whether the lineage of a record's phase has its checkpoint under another id."""
     phase, path = run.phase(record.get("phase")), str(record.get("checkpoint") or "")
     known = {
@@ -139,7 +125,7 @@ def _of_other_weights(run: Run, record: Record) -> bool:
     return bool(known) and "checkpoint_id" in record and str(record["checkpoint_id"]) not in known
 
 
-def former_models(run: Run, about: Mapping[str, Any]) -> str:
+def former_models(run: RunFiles, about: Mapping[str, Any]) -> str:
     """A sentence on the models of an analysis that have been trained on since; "" without one."""
     models = about.get("models") if isinstance(about, Mapping) else None
     old = [model for model in models if is_former(run, as_dict(model))] if isinstance(models, list) else []
@@ -153,7 +139,7 @@ def former_models(run: Run, about: Mapping[str, Any]) -> str:
 # What is missing, and what is not comparable
 
 
-def _missing(run: Run) -> list[Record]:
+def _missing(run: RunFiles) -> list[Record]:
     """The planned measurements that no record has, each once."""
     found = {}
     for plan in run.plans:
@@ -163,7 +149,7 @@ def _missing(run: Run) -> list[Record]:
     return list(found.values())
 
 
-def _missing_of(run: Run, suite: str, source: str) -> list[Record]:
+def _missing_of(run: RunFiles, suite: str, source: str) -> list[Record]:
     missing = [unit for member in run.members or (run,) for unit in _missing(member)]
     return [one for one in missing if one.get("suite") == suite and one.get("source") in (None, source)]
 
@@ -179,7 +165,7 @@ def _places(units: list[Record]) -> str:
     return "; ".join(each)
 
 
-def _mixed(run: Run) -> Iterator[str]:
+def _mixed(run: RunFiles) -> Iterator[str]:
     """A sentence for each table whose variants were measured on different samples."""
     for (suite, source), keys in _mixed_columns(run).items():
         where = f" on {source}" if source and source != suite else ""
@@ -189,7 +175,7 @@ def _mixed(run: Run) -> Iterator[str]:
         )
 
 
-def _mixed_columns(run: Run) -> dict[tuple[str, str], set[Hashable]]:
+def _mixed_columns(run: RunFiles) -> dict[tuple[str, str], set[Hashable]]:
     """{(suite, source): the keys of lengths at which variants differ in the settings that choose the samples}."""
     tables = [table for suite in SETTINGS_OF for table in build_tables(suite, [run])]
     return {(table.suite, table.source): keys for table in tables if (keys := mixed_lengths([table]))}
@@ -207,7 +193,7 @@ def mixed_lengths(tables: Sequence[Table]) -> set[Hashable]:
     return {key for key, kinds in chosen.items() if len(kinds) > 1}
 
 
-def _tables_of(runs: Sequence[Run], suite: str, source: str) -> list[Table]:
+def _tables_of(runs: Sequence[RunFiles], suite: str, source: str) -> list[Table]:
     """The tables of a suite and source of each run; of a group those of its members: a mean has one's settings."""
     members = [member for run in runs for member in run.members or (run,)]
     return [table for member in members for table in build_tables(suite, [member]) if table.source == source]

@@ -1,4 +1,4 @@
-"""The variants of a model, which evaluation measures and reports know: the key `method` of a record, and its model."""
+"""The variants of a model, which evaluation measures and reports know: the key `variant` of a record."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def paper_beta(coefficient: float, factor: float) -> float:
     return 1 + coefficient * math.log(max(factor, 1.0))
 
 
-def label(model: str, method: str, coefficient: float = PAPER_COEFFICIENT) -> str:
-    """The label of a model under a method; `coefficient` is the c of `paper beta`."""
-    if method in SCALINGS:
-        return f"{model} + {method}"
+def label(model: str, variant: str, coefficient: float = PAPER_COEFFICIENT) -> str:
+    """The label of a model under a variant's encoding; `coefficient` is the c of `paper beta`."""
+    if variant in SCALINGS:
+        return f"{model} + {variant}"
     return {
         "as trained": model,
         "cropped": f"{model}, cropped context",
         "beta": f"{model}, β",
         "paper beta": f"{model}, paper's β (c = {coefficient:g})",
         "dropped": f"{model}, dropped and not recalibrated",
-    }[method]
+    }[variant]
 
 
 def kind(record: Record) -> str:
@@ -51,13 +51,13 @@ def kind(record: Record) -> str:
 
     A scaling with options, such as `yarn:factor=2`, is of that scaling's kind.
     """
-    model, method = str(record.get("model", "")), str(record.get("variant", ""))
-    method = next((name for name in SCALINGS if method.lower().startswith(f"{name.lower()}:")), method)
+    model, variant = str(record.get("model", "")), str(record.get("variant", ""))
+    variant = next((name for name in SCALINGS if variant.lower().startswith(f"{name.lower()}:")), variant)
     if is_dropped(record) or model == "NoPE":
         name = "DroPE" if is_dropped(record) else "NoPE"
-        return {"as trained": name, "beta": f"{name} beta", "paper beta": f"{name} paper beta"}.get(method, "")
+        return {"as trained": name, "beta": f"{name} beta", "paper beta": f"{name} paper beta"}.get(variant, "")
     if model == "RoPE":
-        return "RoPE" if method == "as trained" else method if method in ("cropped", *SCALINGS) else ""
+        return "RoPE" if variant == "as trained" else variant if variant in ("cropped", *SCALINGS) else ""
     return ""
 
 

@@ -14,21 +14,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pe_lab.results.formatting import listing, short_number, shortened
-from pe_lab.results.intervals import Z95
-from pe_lab.results.paired import Difference
 from pe_lab.results.records import Record
-from pe_lab.results.scores import Cell, Column, Table, compare
+from pe_lab.results.statistics import Z95
+from pe_lab.results.table import Cell, Length, Table, by_seed, compare
 from pe_lab.results.variants import DROPPED, is_dropped, is_rotary, kind
-
-# (table, column, best, next) -> their difference in pairs of seeds, in units of the score
-Differences = Callable[[Table, Column, str, str], Difference | None]
 
 
 @dataclass(frozen=True)
 class Duel:
     """The dropped model against the best RoPE variant at one length; `outcome` is win, tie or loss."""
 
-    column: Column
+    column: Length
     label: str
     ours: Cell
     rival: str
@@ -92,7 +88,7 @@ def judge(needles: Table | None, perplexity: Table | None, source: str = "") -> 
     details = [sentence for table, _ in judged for sentence in _rotary_by_length(table)]
     if not decided:
         first = judged[0][0]
-        dropped = any(is_dropped(record) for record in first.variants.values())
+        dropped = any(is_dropped(record) for record in first.rows.values())
         if source and not dropped:
             headline = imported_headline(first, source)
         else:
@@ -145,7 +141,7 @@ def _dropped(table: Table) -> str | None:
     The one measured at most of the lengths past the training length at which RoPE was measured, so that no length is
     left out for the sake of a variant. Of several, the first of `DROPPED`.
     """
-    found = [(str(label), kind(record)) for label, record in table.variants.items() if is_dropped(record)]
+    found = [(str(label), kind(record)) for label, record in table.rows.items() if is_dropped(record)]
     chosen = [label for name in DROPPED for label, its in found if its == name]
     past = [column for column in table.columns if column.key > 1 and _best(table, column, is_rotary)]
 
@@ -155,13 +151,13 @@ def _dropped(table: Table) -> str | None:
     return max([*chosen, *(label for label, _ in found)], key=lengths, default=None)  # the first of equals
 
 
-def _best(table: Table, column: Column, wanted: Callable[[Record], bool]) -> tuple[str, Cell] | None:
+def _best(table: Table, column: Length, wanted: Callable[[Record], bool]) -> tuple[str, Cell] | None:
     """The best of the wanted variants at a length."""
     found = [item for item in table.column(column).items() if wanted(item[1].record)]
     return max(found, key=lambda item: item[1].score, default=None)
 
 
-def _plain_rope(table: Table, column: Column) -> Cell | None:
+def _plain_rope(table: Table, column: Length) -> Cell | None:
     """RoPE as trained, at a length."""
     return next((cell for cell in table.column(column).values() if kind(cell.record) == "RoPE"), None)
 
@@ -182,7 +178,7 @@ def _opening(table: Table, found: Sequence[Duel]) -> str:
 
 def _undecided(table: Table) -> str:
     """The headline of a run with a dropped model and without a verdict: the measurement that is missing."""
-    if not any(is_rotary(record) for record in table.variants.values()):
+    if not any(is_rotary(record) for record in table.rows.values()):
         return "The dropped model was evaluated, but RoPE was not, so there is nothing to compare it with."
     return "The dropped model and RoPE have not both been evaluated past the training length yet."
 
@@ -191,31 +187,30 @@ def _undecided(table: Table) -> str:
 # Without a drop
 
 
-def best_headline(tables: Sequence[Table], unlike: str = "variants", differences: Differences | None = None) -> str:
+def best_headline(tables: Sequence[Table], unlike: str = "variants", in_pairs: bool = False) -> str:
     """Which variant is the best at the greatest length, and by how much: a sentence for each table.
 
-    The difference to the next variant has its 95% interval: by `differences` where they are known, else as of
-    independent scores.
+    The difference to the next variant has its 95% interval: as of independent scores, or in pairs of seeds.
 
     Args:
       unlike: what the variants are: encodings, runs.
-      differences: (table, column, best, next) -> their paired difference in units of the score; None: no pairs.
+      in_pairs: whether seeds that both have are pairs, where they are two or more.
     """
     sentences = []
     for table in tables:
         column = next((one for one in reversed(table.columns) if _ranked(table, one)), None)
         if column is not None:
-            sentences.append(_best_sentence(table, column, unlike, differences))
+            sentences.append(_best_sentence(table, column, unlike, in_pairs))
     return " ".join(sentences) or "Nothing that could be compared has been evaluated here yet."
 
 
-def _ranked(table: Table, column: Column) -> list[tuple[str, Cell]]:
+def _ranked(table: Table, column: Length) -> list[tuple[str, Cell]]:
     """The variants at a length that have a number, the best first."""
     known = [(str(label), cell) for label, cell in table.column(column).items() if math.isfinite(cell.score)]
     return sorted(known, key=lambda item: -item[1].score)
 
 
-def _best_sentence(table: Table, column: Column, unlike: str, differences: Differences | None) -> str:
+def _best_sentence(table: Table, column: Length, unlike: str, in_pairs: bool) -> str:
     """`At 8× the training length YaRN has perplexity 9.60, the best of 5 variants: 13% lower [12, 14] than ...`"""
     (name, best), *others = _ranked(table, column)
     of = "the training length" if column.factor is not None else ""
@@ -224,7 +219,8 @@ def _best_sentence(table: Table, column: Column, unlike: str, differences: Diffe
     if not others:
         return f"{start}; nothing else was measured."
     rival, theirs = others[0]
-    found = differences(table, column, name, rival) if differences else None
+    found = by_seed(best, theirs) if in_pairs else None
+    found = found if found and found.count > 1 else None
     against = f"{shortened(rival)} ({theirs.shown})"
     if found is None and (best.stderr is None or theirs.stderr is None):
         return f"{start}, the best of {len(others) + 1} {unlike}; next is {against}, without a known interval."
@@ -318,7 +314,7 @@ def _perplexity_clause(found: Sequence[Duel], after: Sequence[Duel]) -> str:
 def _rotary_by_length(table: Table) -> list[str]:
     """The scores of the models that rotate, as trained, by length: RoPE, p-RoPE; none for fewer than two lengths."""
     found = []
-    for label, record in table.variants.items():
+    for label, record in table.rows.items():
         cells = [(column, cell) for column in table.columns if (cell := table.cell(label, column))]
         if not is_rotary(record) or record.get("variant") != "as trained" or len(cells) < 2:
             continue

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
+from pe_lab.evaluation.command_line import parse_variants
 from pe_lab.evaluation.live import LiveEvaluation
 from pe_lab.evaluation.suites import SUITES, parse_suites
 from pe_lab.model import Model, Params
@@ -70,8 +71,8 @@ def validation(run: Run, phase: PhasePlan, shardings: Shardings, schedule: Sched
 def suites(run: Run, phase: PhasePlan) -> Evaluator:
     """The suites of `config.evaluation` on the parameters in memory; see `evaluation.live`.
 
-    Each number is the main metric of a suite, named SUITE/LENGTH/SOURCE/VARIANT: `needles/256/needles/YaRN`. The variant
-    as trained has no name.
+    Each number is the main metric of a suite, named SUITE/LENGTH/SOURCE/VARIANT: `needles/256/needles/YaRN`. The
+    variant as trained has no name.
 
     Raises:
       UserError: from the first measurement, for a suite, a variant or a length that is impossible.
@@ -88,7 +89,7 @@ def suites(run: Run, phase: PhasePlan) -> Evaluator:
             run.config.data,
             parse_suites(",".join(asked.suites)) if asked.suites else None,
             [factor * length for factor in asked.factors],
-            asked.variants,
+            parse_variants(",".join(asked.variants)) if asked.variants else (),
             asked.options,
             asked.seed,
             run.tokenizer,

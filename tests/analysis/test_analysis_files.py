@@ -9,8 +9,9 @@ import pytest
 
 from pe_lab.errors import DataError
 from pe_lab.results.figures import HeatMaps, Line, LineCharts, from_arrays, to_arrays
-from pe_lab.results.findings import Findings, TextTable, read_findings, write_findings
+from pe_lab.results.findings import Findings, read_findings, write_findings
 from pe_lab.results.runs import read_run
+from pe_lab.results.table import TextTable
 
 VALUES = np.array([[[0.5, np.nan, 3.0]], [[-1.0, 2.0, 1e-20]]])
 MAPS = HeatMaps(

@@ -21,7 +21,7 @@ from pe_lab.evaluation.suites.many_shot import STOP, many_shot_tasks  # noqa: E4
 from pe_lab.language_model import LanguageModel  # noqa: E402
 from pe_lab.page import figure_files  # noqa: E402
 from pe_lab.results.findings import read_findings  # noqa: E402
-from pe_lab.results.paired import Difference, holm, paired, sign_flip_p, verdict  # noqa: E402
+from pe_lab.results.statistics import Difference, holm, paired, sign_flip_p  # noqa: E402
 
 # --- Paired comparisons ----------------------------------------------------------------------------------------------
 
@@ -42,7 +42,8 @@ def test_sign_flips_by_hand():
 def test_pairs_by_hand():
     found = paired([1, 1, 0, 1], [0, 1, 0, 0])
     assert found.mean == 0.5 and found.count == 4 and found.p == 0.5 and found.low < 0.5 < found.high <= 1
-    assert paired([0, 1, 0, 0], [1, 1, 0, 1])[:3] == pytest.approx((-0.5, -found.high, -found.low))
+    other = paired([0, 1, 0, 0], [1, 1, 0, 1])
+    assert (other.mean, other.low, other.high) == pytest.approx((-0.5, -found.high, -found.low))
     same = paired([1, 0] * 10, [1, 0] * 10)
     assert same.mean == 0 and same.p == 1 and same.low == -same.high and 0.05 < same.high < 0.2
     # Four answers about one problem count as one.
@@ -67,8 +68,8 @@ def test_holms_correction_by_hand():
     np.testing.assert_allclose(holm([0.5, 0.9]), [1.0, 1.0])
     np.testing.assert_allclose(holm([np.nan, 0.03, 0.01]), [np.nan, 0.03, 0.02])  # of one pair there is no test
     assert holm([]).shape == (0,)
-    better, worse = Difference(0.1, 0, 0.2, 0.01, 9), Difference(-0.1, -0.2, 0, 0.01, 9)
-    assert [verdict(better, 0.04), verdict(worse, 0.04), verdict(better, 0.05)] == ["better", "worse", "tie"]
+    found = [Difference(mean, -1, 1, 9, corrected=p) for mean, p in ((0.1, 0.04), (-0.1, 0.04), (0.1, 0.05))]
+    assert [one.verdict for one in found] == ["better", "worse", "tie"]
     # Of 40 comparisons without any difference, 5% of sweeps find one.
     rng = np.random.default_rng(1)
     assert np.mean([holm(rng.random(40).tolist()).min() < 0.05 for _ in range(2000)]) == pytest.approx(0.05, abs=0.015)

@@ -21,7 +21,7 @@ from pe_lab.analysis.sequences import find_copy
 from pe_lab.analysis.session import distinct_names
 from pe_lab.data.tokenizers import ByteTokenizer
 from pe_lab.results.findings import read_findings
-from pe_lab.results.intervals import interval
+from pe_lab.results.statistics import interval
 
 pytestmark = pytest.mark.usefixtures("compilations_kept")
 

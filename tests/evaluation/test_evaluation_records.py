@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from pe_lab.errors import UserError
-from pe_lab.results.intervals import wilson
 from pe_lab.results.records import RecordFile, finite
 from pe_lab.results.scores import measure
+from pe_lab.results.statistics import wilson
 
 
 def record(variant="PI", length=64, **more):

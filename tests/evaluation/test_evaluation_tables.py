@@ -24,8 +24,8 @@ from pe_lab.evaluation.tables import (  # noqa: E402
     print_records,
     three_digits,
 )
-from pe_lab.results.intervals import wilson
 from pe_lab.results.scores import measure
+from pe_lab.results.statistics import wilson
 
 
 def printed(rows, width: int = 300, show=print_records) -> str:

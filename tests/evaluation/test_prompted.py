@@ -16,8 +16,8 @@ from pe_lab.evaluation.suites.niah import Haystack, niah_task
 from pe_lab.evaluation.variants import Subject, all_variants
 from pe_lab.language_model import LanguageModel
 from pe_lab.positional import DynamicNTK, NoPE, Rope
-from pe_lab.results.intervals import mean_of, wilson
-from pe_lab.results.samples import SampleFile, key
+from pe_lab.results.records import SampleFile, sample_key
+from pe_lab.results.statistics import mean_of, wilson
 
 HAYSTACK = Haystack("text", " ".join(f"Day {n} went by. Nobody came." for n in range(100)))
 LENGTHS = (600, 700)
@@ -218,7 +218,7 @@ def test_batches_are_of_one_size_and_few():
 def test_sequences_of_their_own_lengths_share_few_schedules():
     assert [schedule_length(n, 16) for n in (1, 16, 17, 32, 33, 100)] == [16, 16, 32, 32, 64, 128]
     cut = {"tokens_before_truncation": 20000}
-    lines = [{"tokens": n, "metadata": facts, "score": s} for n, facts, s in
+    lines = [{"tokens": n, "metadata": about, "score": s} for n, about, s in
              [(100, {}, 1.0), (4095, {}, 0.0), (4096, {}, 1.0), (900, cut, 1.0)]]  # fmt: skip
     found = by_length(lines)
     assert found["edges"] == [0, 4096, 8192, 16384, 32768] and found["of"] == "tokens"
@@ -278,7 +278,7 @@ def test_a_damaged_file_of_lines_is_named(tmp_path):
         SampleFile(path)
     path.write_text('{"index": 0}\n{"ind')
     file = SampleFile(path)
-    assert [key(line)[-1] for line in file.records.values()] == [0]
+    assert [sample_key(line)[-1] for line in file.records.values()] == [0]
     file.add([{"index": 1}])
     assert path.read_text() == '{"index": 0}\n{"index": 1}\n'
 

@@ -148,8 +148,7 @@ class Results(Kind):
         self.target.write_bytes(damage_lines(rng, self.whole.read_bytes()))
 
     def read(self) -> None:
-        from pe_lab.results.records import RecordFile
-        from pe_lab.results.samples import SampleFile
+        from pe_lab.results.records import RecordFile, SampleFile
 
         wanted = json.loads(self.whole.read_text().splitlines()[3])
         file = RecordFile(self.target)

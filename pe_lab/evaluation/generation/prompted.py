@@ -21,10 +21,8 @@ from pe_lab.evaluation.suites import SUITES, open_tasks
 from pe_lab.evaluation.variants import Variant
 from pe_lab.identity import versions
 from pe_lab.parallel import compute_devices, shared
-from pe_lab.results.intervals import mean_of
-from pe_lab.results.records import Record, RecordFile, digest, finite
-from pe_lab.results.samples import SampleFile, SampleRecord, key
-from pe_lab.results.unfinished import announced
+from pe_lab.results.records import Record, RecordFile, SampleFile, SampleRecord, announced, digest, finite, sample_key
+from pe_lab.results.statistics import mean_of
 from pe_lab.storage import AnyPath
 from pe_lab.terminal import console
 
@@ -263,7 +261,8 @@ class Prompted:
         for group in self.groups:
             group.check_crop()
         self.work = sum(group.prompts.cost for group in self.groups)
-        answered = [key(one) in self._sample_files[g.task.suite].records for g in self.groups for one in g.identities]
+        known = {suite: file.records for suite, file in self._sample_files.items()}
+        answered = [sample_key(one) in known[g.task.suite] for g in self.groups for one in g.identities]
         self.total, self.finished = len(answered), 0 if again else sum(answered)
 
     def run(self) -> list[Record]:
@@ -303,7 +302,7 @@ class Prompted:
         """Every group with its samples and, in their order, their sample records; after `run`."""
         for group in self.groups:
             found = self._sample_files[group.task.suite].records
-            yield group, group.prompts.samples, [found[key(one)] for one in group.identities]
+            yield group, group.prompts.samples, [found[sample_key(one)] for one in group.identities]
 
     # --------------------------------------------------------------------------------------------------------
     # Answers
@@ -313,7 +312,7 @@ class Prompted:
         found, planned = [], set()
         for group in self.groups:
             stored = () if self.again else self._sample_files[group.task.suite].records
-            keys = [key(one) for one in group.identities]
+            keys = [sample_key(one) for one in group.identities]
             done = [key in stored or key in planned for key in keys]
             planned |= set() if self.again else set(keys)  # variants that are one model at a length are asked once
             for length, indices in group.by_length():
@@ -348,7 +347,7 @@ class Prompted:
     ) -> list[SampleRecord]:
         """The sample records of a group, in the order of its samples; those of each batch are written as it ends."""
         file, prompts = self._sample_files[group.task.suite], group.prompts
-        keys = [key(one) for one in group.identities]
+        keys = [sample_key(one) for one in group.identities]
         if self.again:
             file.forget(keys)
         on_tokens(int(prompts.cost * sum(key in file.records for key in keys) / max(len(keys), 1)))
@@ -403,7 +402,7 @@ class Prompted:
             "positional": answered[-1]["positional"],
             "seed": group.prompts.seed,
             "metric": task.metric,
-            "score": mean.score,
+            "score": mean.mean,
             "stderr": mean.stderr,
             "low": mean.low,
             "high": mean.high,
@@ -490,7 +489,7 @@ def by_length(records: Sequence[SampleRecord], record_edges: Sequence[int] | Non
     return {
         "edges": edges,
         "of": "tokens" if record_edges is None else "words",
-        "score": [part.score if part else None for part in parts],
+        "score": [part.mean if part else None for part in parts],
         "low": [part.low if part else None for part in parts],
         "high": [part.high if part else None for part in parts],
         "count": [part.count if part else 0 for part in parts],

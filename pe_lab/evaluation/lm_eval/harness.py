@@ -19,10 +19,8 @@ from pe_lab.evaluation.variants import Variant
 from pe_lab.identity import versions
 from pe_lab.parallel import on_first
 from pe_lab.positional import label_layers
-from pe_lab.results.intervals import Z95, wilson
-from pe_lab.results.records import Record, RecordFile, digest, finite
-from pe_lab.results.samples import SampleFile, SampleRecord, key
-from pe_lab.results.unfinished import announced
+from pe_lab.results.records import Record, RecordFile, SampleFile, SampleRecord, announced, digest, finite, sample_key
+from pe_lab.results.statistics import Z95, wilson
 from pe_lab.storage import AnyPath
 from pe_lab.terminal import console
 
@@ -148,7 +146,7 @@ class HarnessMeasurement:
         measured, logged = measure(model, manager, loaded, shared["limit"], shared["num_fewshot"], shared["chat"])
         more = self.variant.sample_record(self.length) | {"protocol": f"{SUITE.name}-{shared['harness']}"}
         documents = sample_records(logged, model.used, identity, more)
-        samples.forget([key(record) for record in documents])
+        samples.forget([sample_key(record) for record in documents])
         samples.add(documents)
         if kept := model.journal.found:
             out.print(f"{kept:,} requests of {self.name} were answered before.")

@@ -13,7 +13,7 @@ import numpy as np
 from pe_lab.evaluation.generation.backend import ModelBackend
 from pe_lab.language_model import LanguageModel
 from pe_lab.parallel import shared
-from pe_lab.results.samples import SampleFile, SampleRecord, key
+from pe_lab.results.records import SampleFile, SampleRecord, sample_key
 
 Batch = TypeVar("Batch")
 
@@ -116,7 +116,7 @@ class RequestAnswers:
         self._known: dict[int, Any] = {}
         self.seconds: dict[int, float] = {}
         for place in range(len(requests)) if self._file is not None and self._file.records else ():
-            if (kept := self._file.records.get(key(self._record(place)))) is not None:
+            if (kept := self._file.records.get(sample_key(self._record(place)))) is not None:
                 self._known[place], self.seconds[place] = kept["answer"], kept["seconds"]
         journal.found += len(self._known)
         journal.seconds += sum(self.seconds.values())

@@ -17,9 +17,7 @@ from pe_lab.errors import ConfigError, DataError
 from pe_lab.evaluation.progress import TokenProgress
 from pe_lab.evaluation.suite import Runner, Suite, SuiteMetric, option, read_settings
 from pe_lab.evaluation.suites.perplexity import standard_error
-from pe_lab.results.records import Record, RecordFile, digest, finite
-from pe_lab.results.samples import SampleFile, SampleRecord, key
-from pe_lab.results.unfinished import announced
+from pe_lab.results.records import Record, RecordFile, SampleFile, SampleRecord, announced, digest, finite, sample_key
 from pe_lab.storage import AnyPath
 from pe_lab.terminal import console, positive
 
@@ -129,13 +127,13 @@ class DocumentMeasurement:
         }
         if self._again:
             number = sum(1 for _ in itertools.islice(self._source.documents(), self._count))
-            file.forget([key(identity | {"index": index}) for index in range(number)])
+            file.forget([sample_key(identity | {"index": index}) for index in range(number)])
         documents = enumerate(itertools.islice(self._source.documents(), self._count))
         while part := list(itertools.islice(documents, TOGETHER)):
             if any(document.messages for _, document in part):
                 raise ConfigError(f"{self._source.name} is of chats; documents are measured where they are texts.")
             identities = {index: identity | {"index": index} for index, _ in part}
-            if any(key(record) not in file.records for record in identities.values()):
+            if any(sample_key(record) not in file.records for record in identities.values()):
                 ids = {
                     index: np.asarray(lm.tokenizer.encode_prompt(document.text), np.int32) for index, document in part
                 }
@@ -157,7 +155,7 @@ class DocumentMeasurement:
                     new.append(finite(identities[index] | measured))
                 file.add(new)
                 progress.add(sum(map(len, ids.values())))
-            stored = [file.records[key(record)] for record in identities.values()]
+            stored = [file.records[sample_key(record)] for record in identities.values()]
             yield from (record for record in stored if record["scored"])
 
     def _summary(self, variant: Variant, length: int, records: Sequence[SampleRecord]) -> Record:

@@ -53,8 +53,7 @@ from pe_lab.terminal import positive
 
 if TYPE_CHECKING:
     from pe_lab.evaluation.generation.prompted import PromptGroup
-    from pe_lab.results.records import Record
-    from pe_lab.results.samples import SampleRecord
+    from pe_lab.results.records import Record, SampleRecord
 
 FULL_LENGTH = 4096  # below it, RULER repeats common words less often
 

@@ -16,9 +16,8 @@ from pe_lab.errors import DataError, did_you_mean
 from pe_lab.evaluation.generation.tasks import Sample
 from pe_lab.evaluation.scoring.metrics import CONTROL, string_match_all, string_match_part
 from pe_lab.evaluation.suites.ruler import SUITE, TASKS
-from pe_lab.results.intervals import mean_of
-from pe_lab.results.records import Record
-from pe_lab.results.samples import SampleRecord
+from pe_lab.results.records import Record, SampleRecord
+from pe_lab.results.statistics import mean_of
 from pe_lab.storage import read_records, write_records
 from pe_lab.terminal import console
 

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from pe_lab.config import Config
 from pe_lab.errors import DataError
 from pe_lab.results.records import number
-from pe_lab.results.runs import Phase, read_runs
+from pe_lab.results.runs import PhaseFiles, read_runs
 from pe_lab.results.scores import measure
 from pe_lab.results.variants import VARIANTS
 from pe_lab.storage import AnyPath
@@ -67,7 +67,7 @@ def losses(directory: AnyPath) -> dict[str, float]:
     return found
 
 
-def validation_names(phase: Phase) -> list[str]:
+def validation_names(phase: PhaseFiles) -> list[str]:
     """The validation losses that a phase has logged."""
     names = dict.fromkeys(name for record in phase.metrics for name in record if name.startswith("validation_loss"))
     if not names:

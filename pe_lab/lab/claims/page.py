@@ -14,6 +14,7 @@ from pe_lab.page.markup import Markup, element, folded
 from pe_lab.page.stylesheet import CSS
 from pe_lab.results.formatting import count
 from pe_lab.results.records import as_dict, mappings
+from pe_lab.results.table import TextTable
 
 BEGIN, END = "<!-- made by `python -m pe_lab.claims --write`: do not edit below -->", "<!-- end of what is made -->"
 # verdict: colour of the stylesheet
@@ -42,12 +43,11 @@ def table_rows(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 def markdown(results: Sequence[Mapping[str, Any]], figures: str) -> str:
     """The generated part of docs/claims.md; `figures` is the directory of the figures, as the page links to it."""
-    header = ["| " + " | ".join(("claim", *HEADER)) + " |", "|" + "---|" * (1 + len(HEADER))]
     rows = [
-        "| " + " | ".join(map(_escaped, (f"[{result['claim']}](#{result['claim'].replace('_', '-')})", *row))) + " |"
+        (f"[{result['claim']}](#{result['claim'].replace('_', '-')})", *row)
         for result, row in zip(results, table_rows(results), strict=True)
     ]
-    return "\n".join([*header, *rows, "", *(_section(result, figures) for result in results)])
+    return "\n".join([_markdown(("claim", *HEADER), rows), "", *(_section(result, figures) for result in results)])
 
 
 def _section(result: Mapping[str, Any], figures: str) -> str:
@@ -57,18 +57,16 @@ def _section(result: Mapping[str, Any], figures: str) -> str:
         lines += [f"> {result['quote']}", ""]
     lines += [f"Verdict at {result['size']} size: **{result['verdict']}**.", ""]
     if result["preconditions"]:
-        lines += ["| precondition | rule | measured [95% interval] | met |", "|---|---|---|---|"]
-        for one in mappings(result["preconditions"]):
-            cells = (one["text"], f"`{one['rule']}`", described(one), "yes" if one["met"] else "**no**")
-            lines.append("| " + " | ".join(map(_escaped, cells)) + " |")
-        lines.append("")
+        rows = [
+            (one["text"], f"`{one['rule']}`", described(one), "yes" if one["met"] else "**no**")
+            for one in mappings(result["preconditions"])
+        ]
+        lines += [_markdown(("precondition", "rule", "measured [95% interval]", "met"), rows), ""]
     outcome = "outcome here, which says nothing about the claim" if result["verdict"] == UNTESTABLE else "outcome"
-    lines += [f"| criterion | rule | difference [95% interval] | {outcome} |", "|---|---|---|---|"]
-    for one in mappings(result["criteria"]):
-        cells = (one["text"], f"`{one['rule']}`", described(one), one["outcome"])
-        lines.append("| " + " | ".join(map(_escaped, cells)) + " |")
+    rows = [(one["text"], f"`{one['rule']}`", described(one), one["outcome"]) for one in mappings(result["criteria"])]
+    lines += [_markdown(("criterion", "rule", "difference [95% interval]", outcome), rows)]
     lines += ["", f"![{name}]({figures}/{name}.png)", ""]
-    lines += ["| arm | parameters | tokens | FLOPs | minutes a seed | at paper size |", "|---|---|---|---|---|---|"]
+    rows = []
     for arm, about in as_dict(result["arms"]).items():
         paper = ", ".join(filter(None, [f"`{about['paper']}`" if about["paper"] else "–", about.get("paper_cost")]))
         cells = (
@@ -79,7 +77,8 @@ def _section(result: Mapping[str, Any], figures: str) -> str:
             f"{about['seconds'] / 60:.1f}",
             paper,
         )
-        lines.append("| " + " | ".join(map(_escaped, cells)) + " |")
+        rows.append(cells)
+    lines.append(_markdown(("arm", "parameters", "tokens", "FLOPs", "minutes a seed", "at paper size"), rows))
     lines += ["", f"Command: `{result['command']}`", ""]
     if result["tried"]:
         lines += [" ".join(result["tried"].split()), ""]
@@ -101,8 +100,8 @@ def _section(result: Mapping[str, Any], figures: str) -> str:
     return "\n".join(lines)
 
 
-def _escaped(text: str) -> str:
-    return text.replace("|", "\\|")
+def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return TextTable("", tuple(header), tuple(map(tuple, rows))).markdown
 
 
 def with_generated(page: str, generated: str) -> str:

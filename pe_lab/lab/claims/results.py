@@ -6,7 +6,6 @@ import datetime
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from pe_lab.lab.claims.claim import Arm, Claim, claims_directory
 from pe_lab.lab.claims.verdict import (
     CONFIRMED,
     EQUIVALENT,
-    LEVEL,
     OPEN,
     REFUTED,
     UNMEASURED,
@@ -27,11 +25,11 @@ from pe_lab.lab.claims.verdict import (
     arm_of,
     judge,
     number,
-    student,
 )
 from pe_lab.recipes import load_config
 from pe_lab.results.groups import SEEDS
 from pe_lab.results.records import as_dict, as_list, digest, finite, mappings
+from pe_lab.results.statistics import LEVEL, Mean, student
 from pe_lab.storage import AnyPath, is_file, read_json, write_json
 
 VERDICTS = (CONFIRMED, REFUTED, EQUIVALENT, OPEN, UNTESTABLE)
@@ -290,9 +288,9 @@ def _criterion(judged: Judged) -> dict[str, Any]:
         "rule": criterion.rule,
         "outcome": judged.outcome,
         "against": judged.against,
-        "mean": judged.mean,
-        "low": judged.low,
-        "high": judged.high,
+        "mean": judged.found.mean,
+        "low": judged.found.low,
+        "high": judged.found.high,
         "level": judged.level,
         "by": criterion.by,
         "tolerance": criterion.tolerance,
@@ -306,9 +304,9 @@ def _precondition(checked: CheckedPrecondition) -> dict[str, Any]:
     return {
         "text": checked.precondition.text,
         "rule": checked.precondition.rule,
-        "mean": checked.mean,
-        "low": checked.low,
-        "high": checked.high,
+        "mean": checked.found.mean,
+        "low": checked.found.low,
+        "high": checked.found.high,
         "met": checked.met,
     }
 
@@ -340,22 +338,13 @@ def read_results(directory: AnyPath | None = None) -> list[dict[str, Any]]:
     return sorted(filter(None, found), key=lambda one: (one["paper"].startswith("ours"), one["paper"]))
 
 
-@dataclass(frozen=True)
-class Point:
-    """A number over seeds: the mean and its 95% interval, whose ends are NaN of one seed."""
-
-    mean: float
-    low: float
-    high: float
-
-
-def point(result: Mapping[str, Any], term: str) -> Point | None:
+def point(result: Mapping[str, Any], term: str) -> Mean | None:
     """The number "ARM: METRIC" of a result over its seeds; None where no seed has it."""
     try:
         listed = [*number(_values(result), term).values()]
     except ConfigError:
         return None
-    return Point(*student(listed, 0.95)) if listed else None
+    return student(listed) if listed else None
 
 
 def _values(result: Mapping[str, Any]) -> Values:

@@ -24,21 +24,18 @@ A precondition is judged by its mean over seeds, not by an interval: it is a bou
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
 from pe_lab.errors import ConfigError
+from pe_lab.results.statistics import LEVEL, Mean, student
 
 MINUS = " - "  # between the two numbers of a difference
 CONFIRMED, EQUIVALENT, REFUTED, OPEN = "confirmed", "equivalent", "refuted", "not settled"
 UNMEASURED = "not measured"  # a criterion whose number the runs did not log
 UNTESTABLE = "not testable at this size"  # a claim with a precondition that is not met
-LEVEL = 0.95
 Values = Mapping[str, Mapping[str, Mapping[int, float]]]  # {arm: {metric: {seed: value}}}
 
 
@@ -137,16 +134,14 @@ class Judged:
     Attributes:
       against: the term of `over` that decided: of several, the one over which the least is gained; "" without one.
       differences: {seed: difference}.
-      low, high: the interval that decided, of probability `level`.
+      found: their mean, and the interval that decided, of probability `level`.
       outcome: confirmed, equivalent, refuted, not settled, or not measured.
     """
 
     criterion: Criterion
     against: str
     differences: Mapping[int, float]
-    mean: float
-    low: float
-    high: float
+    found: Mean
     level: float
     outcome: str
 
@@ -161,9 +156,7 @@ class CheckedPrecondition:
     """A precondition with its number over seeds."""
 
     precondition: Precondition
-    mean: float
-    low: float
-    high: float
+    found: Mean
     met: bool
 
 
@@ -212,24 +205,6 @@ def differences_of(criterion: Criterion, values: Values, against: str = "") -> d
     return {seed: sign * (of[seed] - other[seed]) for seed in sorted(set(of) & set(other))}
 
 
-def student(differences: Sequence[float], level: float) -> tuple[float, float, float]:
-    """The mean and its interval by Student's t, two-sided with probability `level`; NaN ends of one value or none."""
-    n = len(differences)
-    mean = math.fsum(differences) / n if n else math.nan
-    if n < 2:
-        return mean, math.nan, math.nan
-    half = _quantile((1 + level) / 2, n - 1) * float(np.std(differences, ddof=1)) / math.sqrt(n)
-    return mean, mean - half, mean + half
-
-
-@functools.cache
-def _quantile(probability: float, degrees: int) -> float:
-    """The quantile of Student's t, which takes 0.2 ms."""
-    from scipy.stats import t  # a second to import
-
-    return float(t.ppf(probability, degrees))
-
-
 def judge(
     criteria: Sequence[Criterion],
     values: Values,
@@ -258,35 +233,34 @@ def _judge(criterion: Criterion, values: Values, comparisons: int, missing_is_un
     except ConfigError:
         if not missing_is_unmeasured:
             raise
-        return Judged(criterion, "", {}, math.nan, math.nan, math.nan, LEVEL, UNMEASURED)
+        return Judged(criterion, "", {}, student([]), LEVEL, UNMEASURED)
     outcome = _together([(one.outcome, one.outcome == CONFIRMED) for one in each])
-    return min([one for one in each if one.outcome == outcome] or each, key=lambda one: one.mean)
+    return min([one for one in each if one.outcome == outcome] or each, key=lambda one: one.found.mean)
 
 
 def _check(precondition: Precondition, values: Values) -> CheckedPrecondition:
     found = number(values, precondition.of)
-    mean, low, high = student([found[seed] for seed in sorted(found)], LEVEL)
+    over = student([found[seed] for seed in sorted(found)])
     least = -math.inf if precondition.least is None else precondition.least
     most = math.inf if precondition.most is None else precondition.most
-    return CheckedPrecondition(precondition, mean, low, high, least <= mean <= most)
+    return CheckedPrecondition(precondition, over, least <= over.mean <= most)
 
 
 def _compare(criterion: Criterion, values: Values, against: str, comparisons: int) -> Judged:
     """A criterion against one number."""
     found, margin = differences_of(criterion, values, against), criterion.margin
-    mean, low, high = student([*found.values()], LEVEL)
     level = 1 - (1 - LEVEL) / comparisons
-    _, wide_low, wide_high = student([*found.values()], level)
+    plain, wide = (student([*found.values()], at) for at in (LEVEL, level))
     outcome = OPEN
-    if low > (-margin if criterion.tolerance else margin) and not criterion.within:
+    if plain.low > (-margin if criterion.tolerance else margin) and not criterion.within:
         outcome = CONFIRMED
-    elif -margin < low and high < margin and not criterion.tolerance:
+    elif -margin < plain.low and plain.high < margin and not criterion.tolerance:
         outcome = EQUIVALENT
-    elif wide_high < -margin or (criterion.within and wide_low > margin):
+    elif wide.high < -margin or (criterion.within and wide.low > margin):
         outcome = REFUTED
-    if high < -margin or (criterion.within and low > margin):  # it is refuted, unless the wider interval is not
-        return Judged(criterion, against, found, mean, wide_low, wide_high, level, outcome)
-    return Judged(criterion, against, found, mean, low, high, LEVEL, outcome)
+    if plain.high < -margin or (criterion.within and plain.low > margin):  # refuted, unless the wider interval is not
+        return Judged(criterion, against, found, wide, level, outcome)
+    return Judged(criterion, against, found, plain, LEVEL, outcome)
 
 
 def _together(each: Sequence[tuple[str, bool]]) -> str:

@@ -3,63 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from pe_lab.lab.sweeps.cells import label
-from pe_lab.lab.sweeps.table import TRAINING, VALIDATION, SweepTable, numeric
-from pe_lab.page.chart_parts import MOST
-from pe_lab.page.figure_style import OKABE_ITO, look, render
-from pe_lab.page.loss_charts import offsets
-from pe_lab.results.formatting import count, shortened
-from pe_lab.results.groups import Spread, curve_over_seeds
-from pe_lab.results.runs import Run
+from pe_lab.lab.sweeps.table import TRAINING, VALIDATION, Setting, SweepTable, numeric
+from pe_lab.page.figure_files import render_all
+from pe_lab.page.plot import MOST
+from pe_lab.page.run_charts import offsets
+from pe_lab.results.figures import Line, LineCharts
+from pe_lab.results.formatting import shortened
+from pe_lab.results.groups import curve_over_seeds
+from pe_lab.results.runs import RunFiles
+from pe_lab.results.statistics import Mean
 
 BINS = 100  # points of a curve: each is the mean of the steps between two of them
 LOGARITHMIC = 3  # an axis whose largest value is so many times its smallest
-GREY = "#b8bcc2"  # of the settings that are not named
-PLAIN = {"parse_math": False}  # a name with a $ is no formula
-AXIS = {VALIDATION: "validation loss, nats per token", TRAINING: "training loss, nats per token"}
+NAMES = {VALIDATION: "validation loss", TRAINING: "training loss"}
+NATS = "nats per token"
 
 
 def draw(table: SweepTable, form: str) -> bytes:
     """The figure as the bytes of a `png` or `svg` file."""
-    from matplotlib.figure import Figure
-
     curves = {name: found for name in (TRAINING, VALIDATION) if (found := _curves(table, name))}
-    axes = numeric(table)
-    columns = min(len(curves) + len(axes), 2)
-    rows = -(-(len(curves) + len(axes)) // columns)
-    names = [label(summary.setting) for summary in table.summaries if summary.records]
-    listed = names[:MOST] + [name for name in names[MOST:] if name == table.baseline]
-    styles = dict.fromkeys(names, GREY) | dict(zip(listed, OKABE_ITO, strict=False))
-    with look():
-        figure = Figure(figsize=(7, 2.9 * rows + 0.17 * -(-len(listed) // 2) + 0.2), layout="constrained")
-        panels = list(figure.subplots(rows, columns, squeeze=False).flatten())
-        for panel, (name, lines) in zip(panels, curves.items(), strict=False):
-            _draw_curves(panel, lines, styles, name)
-        for panel, (key, values) in zip(panels[len(curves) :], axes.items(), strict=False):
-            _draw_axis(panel, table, key, values)
-        for empty in panels[len(curves) + len(axes) :]:
-            empty.remove()
-        if len(names) > 1:
-            _legend(figure, listed, styles, len(names) - len(listed))
-        return render(figure, form)
+    figures = [_loss_chart(table, name, found) for name, found in curves.items()]
+    figures += [_axis_chart(table, key, values) for key, values in numeric(table).items()]
+    return render_all([figures], form)
 
 
-def _curves(table: SweepTable, name: str) -> dict[str, list[tuple[float, Spread]]]:
+def _curves(table: SweepTable, name: str) -> dict[str, list[tuple[float, Mean]]]:
     """{setting: (tokens, mean and interval over its seeds)}; a setting without two common points is left out."""
     found = {}
-    for summary in table.summaries:
-        curve = curve_over_seeds([_binned(record.run, name) for record in summary.records])
-        common = [(tokens, over) for tokens, over in curve if over.count == len(summary.records)]
+    for setting, row in table.numbers.rows.items():
+        curve = curve_over_seeds([_binned(record.run, name) for record in row.records])
+        common = [(tokens, over) for tokens, over in curve if over.count == len(row.records)]
         if len(common) > 1:
-            found[label(summary.setting)] = common
+            found[setting] = common
     return found
 
 
-def _binned(run: Run, name: str) -> list[tuple[float, float]]:
+def _binned(run: RunFiles, name: str) -> list[tuple[float, float]]:
     """(tokens, mean value) of a curve over all phases, in at most `BINS` parts of equal numbers of points."""
     before = offsets(run)
     points = sorted((before[phase.name] + x, y) for phase in run.phases for x, y in phase.series(name))
@@ -67,59 +50,53 @@ def _binned(run: Run, name: str) -> list[tuple[float, float]]:
     return [(float(part[-1, 0]), float(part[:, 1].mean())) for part in parts]
 
 
-def _draw_curves(panel: Any, lines: Mapping[str, Any], styles: Mapping[str, Any], name: str) -> None:
-    """Means over the seeds as lines, their intervals as bands."""
-    ends = []
-    for setting, curve in reversed(lines.items()):  # the best on top
-        tokens = [x for x, _ in curve]
-        means, lows, highs, _ = zip(*(over for _, over in curve), strict=True)
-        named = styles[setting] != GREY
-        panel.plot(tokens, means, color=styles[setting], linewidth=1.4 if named else 0.6)
-        if named:
-            panel.fill_between(tokens, lows, highs, color=styles[setting], alpha=0.18, linewidth=0)
-        ends += means
-    low, high = min(ends), max(ends)
-    panel.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))  # bands of three seeds may reach far
-    panel.set_xlabel("training tokens")
-    panel.set_ylabel(AXIS[name])
-    panel.xaxis.set_major_formatter(lambda value, _: count(value))
-
-
-def _draw_axis(panel: Any, table: SweepTable, key: str, values: Sequence[float]) -> None:
-    """The metric against one axis, with 95% intervals; a line for each setting of the other axes."""
-    others: dict[str, list[Any]] = {}
-    for summary in table.summaries:
-        if table.metric in summary.means:
-            rest = {name: value for name, value in summary.setting.items() if name != key}
-            others.setdefault(label(rest) if rest else "", []).append(summary)
-    for n, (name, summaries) in enumerate(sorted(others.items())):
-        summaries = sorted(summaries, key=lambda summary: float(summary.setting[key]))
-        means = [summary.means[table.metric] for summary in summaries]
-        x = [float(summary.setting[key]) for summary in summaries]
-        y = [mean.mean for mean in means]
-        bars = np.nan_to_num([mean.high - mean.mean for mean in means])
-        style = {"color": OKABE_ITO[n % len(OKABE_ITO)], "marker": "os^Dv"[n % 5], "markersize": 4, "linewidth": 1.2}
-        panel.errorbar(x, y, yerr=bars, capsize=2.5, label=shortened(name, 40) if len(others) > 1 else None, **style)
-    if values[0] > 0 and values[-1] >= LOGARITHMIC * values[0]:
-        panel.set_xscale("log")
-    if len(values) <= 8:
-        panel.set_xticks(values, [f"{value:g}" for value in values])
-        panel.minorticks_off()
-    panel.set_xlabel(table.keys[key], **PLAIN)
-    panel.set_ylabel(AXIS.get(table.metric, table.metric), **PLAIN)
-    if 1 < len(others) <= 12:
-        panel.legend(fontsize=7 if len(others) <= 6 else 5.5)
-
-
-def _legend(figure: Any, names: Sequence[str], styles: Mapping[str, Any], left_out: int) -> None:
-    from matplotlib.lines import Line2D
-
-    handles = [Line2D([], [], color=styles[name], linewidth=2) for name in names]
-    texts = [shortened(name, 60) for name in names]
-    title = f"best first; {left_out} more are grey" if left_out else "best first"
-    drawn = figure.legend(
-        handles, texts, loc="outside lower center", ncols=2 if len(names) > 1 else 1, fontsize=7.5, title=title
+def _loss_chart(table: SweepTable, name: str, curves: Mapping[str, Sequence[tuple[float, Mean]]]) -> LineCharts:
+    """The means over seeds of the best settings and of the baseline as lines, with their intervals as bands."""
+    best = [*curves][:MOST]
+    named = best + [setting for setting in curves if setting == table.baseline and setting not in best]
+    lines = [
+        Line(setting, *np.array([(tokens, over.mean) for tokens, over in curve]).T, faint=True)
+        for setting, curve in curves.items()
+        if setting not in named
+    ]
+    for setting in named:
+        tokens, found = zip(*curves[setting], strict=True)
+        mean, low, high = np.array([one.numbers for one in found]).T
+        lines.append(Line(shortened(setting, 60), np.array(tokens), mean, low, high))
+    means = np.concatenate([line.y for line in lines])
+    margin = 0.05 * float(np.ptp(means) or 1.0)  # bands of three seeds may reach far
+    ends = (float(means.min()) - margin, float(means.max()) + margin)
+    left_out = len(curves) - len(named)
+    title = f"{NAMES[name].capitalize()}, best settings first" + (f"; {left_out} more are grey" * bool(left_out))
+    return LineCharts(
+        name,
+        title,
+        "",
+        (("", tuple(lines)),),
+        "training tokens",
+        f"{NAMES[name]}, {NATS}",
+        x_unit="tokens",
+        y_limits=ends,
     )
-    drawn.get_title().set_fontsize(7.5)
-    for text in drawn.get_texts():
-        text.set_parse_math(False)
+
+
+def _axis_chart(table: SweepTable, key: str, values: Sequence[float]) -> LineCharts:
+    """The metric against one axis, with 95% intervals; a line for each setting of the other axes."""
+    others: dict[str, list[tuple[float, str]]] = {}
+    settings: Mapping[str, Setting] = table.numbers.rows
+    for name, row in settings.items():
+        if table.cell(name, table.metric):
+            rest = {other: value for other, value in row.values.items() if other != key}
+            others.setdefault(label(rest) if rest else "", []).append((float(row.values[key]), name))
+    lines = []
+    for rest, found in sorted(others.items()):
+        cells = [(x, table.cell(name, table.metric)) for x, name in sorted(found)]
+        numbers = [(x, cell.value, *(cell.ends or (np.nan, np.nan))) for x, cell in cells]
+        lines.append(Line(shortened(rest, 40), *np.array(numbers).T))
+    metric = f"{NAMES[table.metric]}, {NATS}" if table.metric in NAMES else table.metric
+    log = values[0] > 0 and values[-1] >= LOGARITHMIC * values[0]
+    ticks = tuple(values) if len(values) <= 8 else ()
+    short = table.keys[key]
+    return LineCharts(
+        key, f"{metric} by {short}", "", (("", tuple(lines)),), short, metric, log_x=log, bars=True, x_ticks=ticks
+    )

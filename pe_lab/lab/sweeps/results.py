@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Sequence
 
 from pe_lab import terminal
-from pe_lab.lab.sweeps.cells import Sweep, label
+from pe_lab.lab.sweeps.cells import Sweep
 from pe_lab.lab.sweeps.figure import draw
-from pe_lab.lab.sweeps.table import (
-    TRAINING,
-    VALIDATION,
-    Summary,
-    SweepTable,
-    collect,
-    seeds_text,
-    setting_of,
-    summarize,
-)
+from pe_lab.lab.sweeps.table import TRAINING, VALIDATION, SweepTable, collect, setting_of, summarize
 from pe_lab.page.document import build_page
-from pe_lab.results.groups import Spread
-from pe_lab.results.paired import Difference
+from pe_lab.results.table import TextTable, csv_text, with_half
 from pe_lab.storage import AnyPath, write_files
 
 NAMES = {VALIDATION: "validation loss", TRAINING: "training loss"}
 SHOWN = 4  # metrics in a terminal; table.md has all
-UNKNOWN = (math.nan,) * 3
 
 
 def write_results(sweep: Sweep, metric: str | None = None, baseline: str | None = None) -> SweepTable:
@@ -55,11 +42,11 @@ def write_results(sweep: Sweep, metric: str | None = None, baseline: str | None 
 def shown(table: SweepTable) -> str:
     """The table for a terminal."""
     metrics = _first(table)[:SHOWN]
-    header, rows = _rows(table, metrics)
+    texts = _texts(table, metrics)
     left = len(table.metrics) - len(metrics)
     more = f"\n{left} more metrics are in table.md" if left else ""
     caption = "\n".join([_caption(table), *_remarks(table)])
-    return f"{terminal.table(header, rows, words=len(table.keys))}{more}\n{caption}"
+    return f"{terminal.table(texts.header, texts.rows, texts.words)}{more}\n{caption}"
 
 
 def _remarks(table: SweepTable) -> list[str]:
@@ -73,40 +60,36 @@ def _first(table: SweepTable) -> list[str]:
     return [table.metric, *(name for name in table.metrics if name != table.metric)] if table.metrics else []
 
 
-def _rows(table: SweepTable, metrics: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+def _texts(table: SweepTable, metrics: Sequence[str]) -> TextTable:
+    """A row for each setting; of the first metric with the difference to the baseline, and the corrected p-value."""
     header, rows = [*table.keys.values(), "seeds"], []
     for n, name in enumerate(metrics):
         header += [NAMES.get(name, name), *(["difference", "p"] if n == 0 else [])]
-    for summary in table.summaries:
-        row = [*summary.setting.values(), seeds_text(summary)]
+    differences = table.differences(metrics[0]) if metrics else {}
+    for label, setting in table.numbers.rows.items():
+        row, of = [*setting.values.values(), setting.seeds], len(setting.records)
         for n, name in enumerate(metrics):
-            found = summary.means.get(name)
-            few = f" ({found.count} of {len(summary.records)})" if found and found.count < len(summary.records) else ""
-            row.append("–" if found is None else _with_interval(found, ".4g", ".4g") + few)
-            row += _difference(summary, name) if n == 0 else []
-        rows.append(row)
-    return header, rows
-
-
-def _difference(summary: Summary, metric: str) -> list[str]:
-    """The difference with its interval, and the corrected p-value."""
-    if metric not in summary.differences:
-        return ["", ""]
-    difference, p = summary.differences[metric]
-    return [_with_interval(difference, "+.3g", ".2g"), "" if math.isnan(p) else f"{p:.2g}"]
-
-
-def _with_interval(found: Spread | Difference, form: str, form_of_interval: str) -> str:
-    """`3.1 ± 0.2`; without the interval where one value has none."""
-    half = "" if math.isnan(found.high) else f" ± {found.high - found.mean:{form_of_interval}}"
-    return f"{found.mean:{form}}{half}"
+            found = table.cell(label, name)
+            few = f" ({len(found.scores)} of {of})" if found and len(found.scores) < of else ""
+            row.append(
+                "–" if found is None else with_half(found.value, found.ends and found.ends[1], ".4g", ".4g") + few
+            )
+            if n == 0 and (one := differences.get(label)):
+                p = "" if math.isnan(one.corrected) else f"{one.corrected:.2g}"
+                row += [with_half(one.mean, one.high, "+.3g", ".2g"), p]
+            elif n == 0:
+                row += ["", ""]
+        rows.append(tuple(row))
+    return TextTable("", tuple(header), tuple(rows), len(table.keys))
 
 
 def _caption(table: SweepTable) -> str:
     name = NAMES.get(table.metric, table.metric)
     order = "highest" if table.metric in table.higher else "lowest"
     which = "the best setting" if table.best_is_baseline else "the baseline"
-    fewer = any(found.count < len(one.records) for one in table.summaries for found in one.means.values())
+    fewer = any(
+        len(cell.scores) < len(table.numbers.rows[label].records) for (label, _), cell in table.numbers.cells.items()
+    )
     few = " (2 of 3): of so many seeds, where not all have been measured." if fewer else ""
     chosen = " It was chosen by these numbers, which favours it." if table.best_is_baseline else ""
     return (
@@ -117,12 +100,9 @@ def _caption(table: SweepTable) -> str:
 
 
 def _markdown(sweep: Sweep, table: SweepTable) -> str:
-    header, rows = _rows(table, _first(table))
-    lines = [header, ["---"] * len(header), *rows]
-    escaped = [[cell.replace("|", "\\|") for cell in line] for line in lines]
-    body = "\n".join(f"| {' | '.join(line)} |" for line in escaped)
-    recipe = sweep.description.get("recipe", "")
-    return "\n\n".join([f"# Sweep of {recipe}", body, _caption(table), *_remarks(table)]) + "\n"
+    title = f"Sweep of {sweep.description.get('recipe', '')}"
+    body = _texts(table, _first(table)).markdown
+    return "\n\n".join([f"# {title}", body, _caption(table), *_remarks(table)]) + "\n"
 
 
 def _settings_csv(table: SweepTable) -> str:
@@ -130,14 +110,16 @@ def _settings_csv(table: SweepTable) -> str:
     parts = ("mean", "low", "high", "difference", "difference_low", "difference_high", "p")
     header = ["setting", *table.keys, "seeds", "missing", *(f"{m} {part}" for m in table.metrics for part in parts)]
     rows = []
-    for summary in table.summaries:
-        row = [label(summary.setting), *summary.setting.values(), len(summary.records), summary.missing]
+    differences = {metric: table.differences(metric) for metric in table.metrics}
+    for label, setting in table.numbers.rows.items():
+        row = [label, *setting.values.values(), len(setting.records), setting.missing]
         for metric in table.metrics:
-            found, (difference, p) = summary.means.get(metric), summary.differences.get(metric, (None, math.nan))
-            numbers = [*(found or UNKNOWN)[:3], *(difference or UNKNOWN)[:3], p]
-            row += ["" if math.isnan(number) else number for number in numbers]
+            cell, one = table.cell(label, metric), differences[metric].get(label)
+            mean = (cell.value, *(cell.ends or ("", ""))) if cell else ("", "", "")
+            numbers = (one.mean, one.low, one.high, one.corrected) if one else ("", "", "", "")
+            row += ["" if number != number else number for number in (*mean, *numbers)]
         rows.append(row)
-    return _csv([header, *rows])
+    return csv_text([header, *rows])
 
 
 def _cells_csv(table: SweepTable) -> str:
@@ -148,10 +130,4 @@ def _cells_csv(table: SweepTable) -> str:
         seed = "" if cell.seed is None else cell.seed
         setting = setting_of(cell, table.keys).values()
         rows.append([cell.name, *setting, seed, *(record.metrics.get(name, "") for name in table.metrics)])
-    return _csv(rows)
-
-
-def _csv(rows: Sequence[Sequence[object]]) -> str:
-    written = io.StringIO()
-    csv.writer(written, lineterminator="\n").writerows(rows)
-    return written.getvalue()
+    return csv_text(rows)

@@ -11,13 +11,13 @@ from typing import Any
 from pe_lab.errors import ConfigError, did_you_mean
 from pe_lab.lab.sweeps.cells import Sweep, SweepCell, label, plain, short_keys, split_values
 from pe_lab.lab.sweeps.state import is_trained, phases_of
-from pe_lab.results.comparison import by_seed, last_validation
-from pe_lab.results.groups import Spread, spread
-from pe_lab.results.paired import Difference, holm
+from pe_lab.results.comparison import last_validation
 from pe_lab.results.records import Record, number
-from pe_lab.results.runs import Run, read_runs
+from pe_lab.results.runs import RunFiles, read_runs
+from pe_lab.results.scores import build_tables, label_of
 from pe_lab.results.standing import cautions, is_former
-from pe_lab.results.tables import build_tables, label_of
+from pe_lab.results.statistics import Difference
+from pe_lab.results.table import Cell, Metric, Table, seeds_table
 
 VALIDATION, TRAINING = "validation_loss", "loss"
 LAST_PART = 0.1  # of the last phase's steps, whose mean is the training loss: a single step's is noise
@@ -35,44 +35,63 @@ class CellRecord:
     """
 
     cell: SweepCell
-    run: Run
+    run: RunFiles
     metrics: Mapping[str, float]
     higher: frozenset[str]
     remarks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Summary:
-    """A setting: its seeds, and for each metric the mean over them and the paired difference to the baseline.
+class Setting:
+    """A row of a sweep's table.
 
     Attributes:
-      setting: {key: value}, with the keys of all axes of the sweep.
+      values: {key: value}, with the keys of all axes of the sweep.
       records: of the complete cells, one for each seed.
       missing: how many of its cells are not complete.
-      means: {metric: mean and interval}.
-      differences: {metric: (the difference on the seeds of both, its p-value after Holm's correction)}; none of the
-        baseline itself.
     """
 
-    setting: Mapping[str, str]
+    values: Mapping[str, str]
     records: tuple[CellRecord, ...]
     missing: int
-    means: Mapping[str, Spread]
-    differences: Mapping[str, tuple[Difference, float]]
+
+    @property
+    def seeds(self) -> str:
+        """`3`, or `2 of 3` where cells are not complete."""
+        done = len(self.records)
+        return str(done) if not self.missing else f"{done} of {done + self.missing}"
 
 
 @dataclass(frozen=True)
 class SweepTable:
-    """The summaries, best first by `metric`; `baseline` is the label of the setting that others are compared with."""
+    """The settings, best first by `metric`, with their means over seeds.
+
+    Attributes:
+      numbers: means and intervals by the label of a setting and by metric; its rows are `Setting`s.
+      higher: the metrics of which a higher value is better.
+      keys: key -> its short name.
+      baseline: the label of the setting that others are compared with.
+    """
 
     metric: str
-    metrics: tuple[str, ...]
+    numbers: Table
     higher: frozenset[str]
-    keys: Mapping[str, str]  # key -> its short name
-    summaries: tuple[Summary, ...]
+    keys: Mapping[str, str]
     baseline: str
     best_is_baseline: bool
     records: tuple[CellRecord, ...]
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        return tuple(column.title for column in self.numbers.columns)
+
+    def cell(self, setting: str, metric: str) -> Cell | None:
+        return self.numbers.cell(setting, Metric(metric))
+
+    def differences(self, metric: str) -> dict[str, Difference]:
+        """{label: the difference to the baseline on the seeds of both}; p is corrected for the settings."""
+        found = self.numbers.differences(self.baseline, Metric(metric))
+        return found if metric in self.higher else {label: one.reversed for label, one in found.items()}
 
 
 def collect(sweep: Sweep) -> list[CellRecord]:
@@ -90,7 +109,7 @@ def collect(sweep: Sweep) -> list[CellRecord]:
     return found
 
 
-def _as_planned(run: Run, steps: Mapping[str, int]) -> Run:
+def _as_planned(run: RunFiles, steps: Mapping[str, int]) -> RunFiles:
     """The run up to the steps, {phase: steps}, that its cell asked for; the run itself if it has no more of them."""
     most = {name: steps[name] or math.inf for name in steps}
     if not any(phase.steps_done > most.get(phase.name, math.inf) for phase in run.phases):
@@ -109,7 +128,7 @@ def _as_planned(run: Run, steps: Mapping[str, int]) -> Run:
     return replace(run, phases=phases, evaluation=evaluation, plans=[asked_for(plan) for plan in run.plans])
 
 
-def _losses(run: Run) -> dict[str, float]:
+def _losses(run: RunFiles) -> dict[str, float]:
     """The last validation loss, and the mean training loss of the last steps."""
     if not run.phases:
         return {}
@@ -129,7 +148,7 @@ def _losses(run: Run) -> dict[str, float]:
     return losses
 
 
-def _scores(run: Run) -> tuple[dict[str, float], frozenset[str]]:
+def _scores(run: RunFiles) -> tuple[dict[str, float], frozenset[str]]:
     """{name: value} of the evaluations of a run's last checkpoint, and those of which a higher value is better.
 
     Scores of an earlier step of the last phase do not count.
@@ -176,26 +195,23 @@ def summarize(
         raise ConfigError(f"--metric='{metric}': no cell has it. {did_you_mean(metric, metrics)}")
     higher = frozenset().union(*(record.higher for record in records))
     keys = short_keys(dict.fromkeys(key for cell in sweep.cells for key in cell.setting))
-    settings = {cell.name: tuple(setting_of(cell, keys).items()) for cell in sweep.cells}
-    groups: dict[tuple, list[CellRecord]] = {setting: [] for setting in settings.values()}
-    for record in records:
-        groups[settings[record.cell.name]].append(record)
-    means = {
-        setting: {name: spread([*found.values()]) for name in metrics if (found := _values(group, name))}
-        for setting, group in groups.items()
-    }
-    sign = -1 if metric in higher else 1
-    ordered = sorted(groups, key=lambda one: sign * means[one][metric].mean if metric in means[one] else math.inf)
-    chosen = ordered[0] if baseline is None else _find(baseline, ordered, keys)
-    differences = _differences(groups, metrics, chosen)
-    cells = Counter(settings.values())
-    summaries = [
-        Summary(dict(one), tuple(groups[one]), cells[one] - len(groups[one]), means[one], differences[one])
-        for one in ordered
-    ]
-    return SweepTable(
-        metric, metrics, higher, keys, tuple(summaries), label(dict(chosen)), baseline is None, tuple(records)
-    )
+    values = {cell.name: setting_of(cell, keys) for cell in sweep.cells}
+    names = {cell.name: label(values[cell.name]) for cell in sweep.cells}
+    cells, known = Counter(names.values()), {names[cell.name]: values[cell.name] for cell in sweep.cells}
+    groups = {name: tuple(one for one in records if names[one.cell.name] == name) for name in known}
+    numbers = seeds_table(
+        {
+            name: {metric: {one.cell.seed: one.metrics[metric] for one in group if metric in one.metrics}
+                   for metric in metrics}
+            for name, group in groups.items()
+        },
+        higher,
+    )  # fmt: skip
+    ranks = {name: cell.score for name, cell in numbers.column(Metric(metric)).items()}
+    ordered = sorted(known, key=lambda name: -ranks.get(name, -math.inf))
+    rows = {name: Setting(known[name], groups[name], cells[name] - len(groups[name])) for name in ordered}
+    chosen = ordered[0] if baseline is None else _find(baseline, rows, keys)
+    return SweepTable(metric, replace(numbers, rows=rows), higher, keys, chosen, baseline is None, tuple(records))
 
 
 def setting_of(cell: SweepCell, keys: Iterable[str]) -> dict[str, str]:
@@ -213,39 +229,20 @@ def _in_config(config: Any, key: str) -> str:
     return str(config)
 
 
-def _values(records: Sequence[CellRecord], metric: str) -> dict[int | None, float]:
-    return {record.cell.seed: record.metrics[metric] for record in records if metric in record.metrics}
-
-
-def _differences(
-    groups: Mapping[tuple, Sequence[CellRecord]], metrics: Sequence[str], baseline: tuple
-) -> dict[tuple, dict[str, tuple[Difference, float]]]:
-    """{setting: {metric: difference}} on the seeds of both; p-values are corrected for the settings of a metric."""
-    found: dict[tuple, dict[str, tuple[Difference, float]]] = {setting: {} for setting in groups}
-    for metric in metrics:
-        base, others = _values(groups[baseline], metric), [setting for setting in groups if setting != baseline]
-        known = {setting: by_seed(_values(groups[setting], metric), base) for setting in others}
-        pairs = {setting: difference for setting, difference in known.items() if difference is not None}
-        corrected = holm([difference.p for difference in pairs.values()])
-        for (setting, difference), p in zip(pairs.items(), corrected, strict=True):
-            found[setting][metric] = difference, float(p)
-    return found
-
-
-def _find(text: str, settings: Sequence[tuple], keys: Mapping[str, str]) -> tuple:
-    """The setting that `KEY=VALUE,KEY=VALUE` names."""
+def _find(text: str, settings: Mapping[str, Setting], keys: Mapping[str, str]) -> str:
+    """The label of the setting that `KEY=VALUE,KEY=VALUE` names."""
     wanted = dict(part.partition("=")[::2] for part in split_values(text, "--baseline"))
     for key in wanted:
         if key not in keys and key not in keys.values():
             near = did_you_mean(key, [*keys.values()]) if keys else "All cells have one setting."
             raise ConfigError(f"--baseline='{text}': the grid has no '{key}'. {near}")
     fits = [
-        setting
-        for setting in settings
-        if all(value == plain(wanted.get(key, wanted.get(keys[key], value))) for key, value in setting)
+        name
+        for name, setting in settings.items()
+        if all(value == plain(wanted.get(key, wanted.get(keys[key], value))) for key, value in setting.values.items())
     ]
     if len(fits) != 1:
-        known = "; ".join(label(dict(setting)) for setting in settings[:8])
+        known = "; ".join([*settings][:8])
         raise ConfigError(f"--baseline='{text}' names {len(fits)} settings; name one of: {known}.")
     return fits[0]
 
@@ -255,17 +252,11 @@ def numeric(table: SweepTable) -> dict[str, list[float]]:
     found = {}
     for key in table.keys:
         values = set()
-        for summary in table.summaries:
+        for setting in table.numbers.rows.values():
             try:
-                values.add(float(summary.setting[key]))
+                values.add(float(setting.values[key]))
             except ValueError:
                 values.add(math.nan)
         if len(values) > 1 and all(map(math.isfinite, values)):
             found[key] = sorted(values)
     return found
-
-
-def seeds_text(summary: Summary) -> str:
-    """`3`, or `2 of 3` where cells are not complete."""
-    done = len(summary.records)
-    return str(done) if not summary.missing else f"{done} of {done + summary.missing}"

@@ -15,7 +15,8 @@ from pe_lab.errors import ConfigError
 from pe_lab.lab.theory import dope, drope, notebook, p_rope
 from pe_lab.lab.theory.statement import Statement
 from pe_lab.results.figures import Figure, HeatMaps, Line, LineCharts
-from pe_lab.results.findings import Findings, TextTable
+from pe_lab.results.findings import Findings
+from pe_lab.results.table import TextTable
 from pe_lab.terminal import Progress, any_seed, console
 
 PAPERS = ("p-RoPE", "DroPE", "DoPE", "pe_notebook")

@@ -23,8 +23,8 @@ from pe_lab.lab.claims.verdict import (
     Precondition,
     differences_of,
     judge,
-    student,
 )
+from pe_lab.results.statistics import student
 
 GAIN = Criterion("a gain", of="ours: loss", over=("one: loss", "other: loss"), lower=True, by=0.01)
 
@@ -43,7 +43,7 @@ def test_the_alternative_over_which_least_is_gained_decides():
     found = values(ours=[1.0, 2.0], one=[1.5, 2.1], other=[1.2, 2.9])
     assert differences_of(GAIN, found, "one: loss") == pytest.approx({0: 0.5, 1: 0.1})
     (judged,), _, _ = judge([GAIN], found)
-    assert judged.against == "one: loss" and judged.mean == pytest.approx(0.3)
+    assert judged.against == "one: loss" and judged.found.mean == pytest.approx(0.3)
 
 
 def test_seeds_that_one_number_lacks_are_left_out():
@@ -59,10 +59,10 @@ def test_higher_is_better_unless_said_otherwise():
 
 def test_the_interval_is_scipys():
     numbers = [0.1, 0.3, 0.2, 0.25]
-    mean, low, high = student(numbers, 0.95)
+    found = student(numbers, 0.95)
     expected = stats.ttest_1samp(numbers, 0.0).confidence_interval(0.95)
-    assert (mean, low, high) == pytest.approx((np.mean(numbers), expected.low, expected.high))
-    assert all(map(math.isnan, student([0.1], 0.95)[1:]))
+    assert (found.mean, found.low, found.high) == pytest.approx((np.mean(numbers), expected.low, expected.high))
+    assert math.isnan(student([0.1], 0.95).low) and math.isnan(student([0.1], 0.95).high)
 
 
 @pytest.mark.parametrize(
@@ -119,11 +119,11 @@ def test_the_interval_that_decided_is_the_one_that_is_kept():
     found = values(ours=[2.0, 2.01, 1.99], near=[1.22, 1.25, 1.19], one=[1.2] * 3, other=[1.2] * 3)
     worse, unclear = judge([GAIN, Criterion("near", "near: loss", ("one: loss",), lower=True, by=0.01)], found)[0]
     assert worse.outcome == REFUTED and worse.level == pytest.approx(1 - 0.05 / 3)
-    assert (worse.low, worse.high) == pytest.approx(student([*worse.differences.values()], worse.level)[1:])
+    assert worse.found == student([*worse.differences.values()], worse.level)
     assert unclear.outcome == OPEN and unclear.level == 0.95
     close = values(ours=[1.2, 1.21, 1.19], one=[1.165] * 3, other=[1.165] * 3)
     (judged,), verdict, _ = judge([GAIN], close)
-    assert verdict == OPEN and student([*judged.differences.values()], 0.95)[2] < -0.01 < judged.high
+    assert verdict == OPEN and student([*judged.differences.values()], 0.95).high < -0.01 < judged.found.high
 
 
 def test_a_precondition_that_is_not_met_leaves_the_question_open():
@@ -131,7 +131,7 @@ def test_a_precondition_that_is_not_met_leaves_the_question_open():
     near = Precondition("near one", "ours: loss - one: loss", least=-0.1)
     judged, verdict, (checked,) = judge([GAIN], found, [near])
     assert verdict == UNTESTABLE and judged[0].outcome == CONFIRMED
-    assert not checked.met and checked.mean == pytest.approx(-0.2)
+    assert not checked.met and checked.found.mean == pytest.approx(-0.2)
     assert judge([GAIN], found, [Precondition("near", "ours: loss - one: loss", least=-0.3)])[1] == CONFIRMED
     with pytest.raises(ConfigError, match="give `least` or `most`"):
         Precondition("none", "ours: loss")
@@ -159,7 +159,7 @@ def test_at_least_as_good_allows_the_tolerance():
     found = values(ours=[1.01, 1.011, 1.009], one=[1.0] * 3)
     as_good = Criterion("as good", of="ours: loss", over=("one: loss",), lower=True, tolerance=0.05)
     (judged,), verdict, _ = judge([as_good], found)
-    assert verdict == CONFIRMED and judged.mean == pytest.approx(-0.01)
+    assert verdict == CONFIRMED and judged.found.mean == pytest.approx(-0.01)
     strict = Criterion("as good", of="ours: loss", over=("one: loss",), lower=True, tolerance=0.001)
     assert judge([strict], found)[1] == REFUTED
 

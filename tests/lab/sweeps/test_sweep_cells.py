@@ -145,7 +145,7 @@ def test_another_grid_adds_cells_and_changes_none(recipe, tmp_path):
 def test_equal_values_are_one_setting_and_a_new_axis_has_the_values_of_earlier_cells(recipe, tmp_path):
     save_sweep(make_sweep(recipe, {RATE: ["1e-3"]}, 2, tmp_path / "s"))
     wider = make_sweep(recipe, {RATE: ["0.001"], "model.layers": ["2.0", "3"]}, [1, 2], tmp_path / "s")
-    found = [(*summary.setting.values(), summary.missing) for summary in summarize(wider, []).summaries]
+    found = [(*one.values.values(), one.missing) for one in summarize(wider, []).numbers.rows.values()]
     assert found == [("0.001", "2", 3), ("0.001", "3", 2)]
     assert summarize(wider, [], baseline="learning_rate=1e-3,layers=3").baseline == "learning_rate=0.001, layers=3"
 

@@ -11,7 +11,7 @@ from tiny_runs import write_recipe
 from pe_lab.errors import ConfigError
 from pe_lab.lab.sweeps import collect, make_sweep, save_sweep, summarize
 from pe_lab.lab.sweeps.results import shown, write_results
-from pe_lab.results.unfinished import announced
+from pe_lab.results.records import announced
 
 # (rate, seed) -> the last validation loss
 LOSSES = {
@@ -58,22 +58,24 @@ def sweep(tmp_path):
 
 def test_means_intervals_and_paired_differences(sweep):
     table = summarize(sweep, collect(sweep))
-    assert [next(iter(s.setting.values())) for s in table.summaries] == ["0.1", "0.4", "0.2"]
-    best, middle, worst = table.summaries
-    found = best.means["validation_loss"]
+    assert [next(iter(one.values.values())) for one in table.numbers.rows.values()] == ["0.1", "0.4", "0.2"]
+    best, middle, worst = table.numbers.rows
+    found = table.cell(best, "validation_loss")
     half = T2 * 0.1 / math.sqrt(3)
-    assert (float(found.mean), float(found.high)) == pytest.approx((3.1, 3.1 + half), abs=1e-6)
+    assert (found.value, found.ends[1]) == pytest.approx((3.1, 3.1 + half), abs=1e-6)
     # The training loss is the mean of the last tenth of the steps: 19 and 20.
-    assert float(best.means["loss"].mean) == pytest.approx(1.95)
-    assert best.differences == {} and table.baseline == "learning_rate=0.1"
+    assert table.cell(best, "loss").value == pytest.approx(1.95)
+    differences = table.differences("validation_loss")
+    assert set(differences) == {middle, worst} and table.baseline == best == "learning_rate=0.1"
     # Two pairs: 0.1 and 0.1, whose t-test has no variance.
-    difference, p = middle.differences["validation_loss"]
+    difference = differences[middle]
     assert (difference.mean, difference.low, difference.count) == pytest.approx((0.1, 0.1, 2))
-    assert (middle.missing, [record.cell.seed for record in middle.records]) == (1, [0, 1])
+    setting = table.numbers.rows[middle]
+    assert (setting.missing, [record.cell.seed for record in setting.records]) == (1, [0, 1])
     # Three pairs: 0.5, 0.6, 0.4; t = 0.5 / (0.1 / sqrt 3) = 8.66 with p = 0.01307; the larger of two: not doubled.
-    difference, p = worst.differences["validation_loss"]
+    difference = differences[worst]
     assert (difference.mean, difference.high) == pytest.approx((0.5, 0.5 + half), abs=1e-6)
-    assert p == pytest.approx(0.01307, abs=1e-5)
+    assert difference.corrected == pytest.approx(0.01307, abs=1e-5)
 
 
 def test_scores_of_evaluations_are_metrics(sweep):
@@ -81,12 +83,14 @@ def test_scores_of_evaluations_are_metrics(sweep):
     table = summarize(sweep, collect(sweep), metric=name, baseline="learning_rate=4e-1")
     assert table.higher == {name} and not table.best_is_baseline
     # Higher is better: 0.4 lacks its worst seed.
-    assert [next(iter(s.setting.values())) for s in table.summaries][0] == "0.4"
-    assert table.summaries[0].means[name] == pytest.approx((0.85, 0.8, 0.9, 2))  # the range of two seeds
-    losses = table.summaries[1].means["log perplexity stdlib (RoPE) at 32"]
+    first, second, _ = table.numbers.rows
+    assert table.numbers.rows[first].values == {"phases.0.optimizer.learning_rate": "0.4"}
+    two = table.cell(first, name)
+    assert (two.value, *two.ends, len(two.scores)) == pytest.approx((0.85, 0.8, 0.9, 2))  # the range of two seeds
+    losses = table.cell(second, "log perplexity stdlib (RoPE) at 32")
     # Perplexities e^1, e^2 and e^3 are averaged as losses.
-    assert "log perplexity stdlib (RoPE) at 32" not in table.higher and losses.mean == pytest.approx(2)
-    assert losses.high == pytest.approx(2 + T2 / math.sqrt(3), abs=1e-6)
+    assert "log perplexity stdlib (RoPE) at 32" not in table.higher and losses.value == pytest.approx(2)
+    assert losses.ends[1] == pytest.approx(2 + T2 / math.sqrt(3), abs=1e-6)
 
 
 @pytest.mark.parametrize(

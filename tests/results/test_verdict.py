@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from pe_lab.results.scores import Column, Table, arrange
+from pe_lab.results.scores import arrange
+from pe_lab.results.table import Length, Table
 from pe_lab.results.verdict import imported_headline, judge
 
 MODELS = {"RoPE": ("RoPE", "as trained"), "NTK": ("RoPE", "NTK"), "PI": ("RoPE", "PI"), "NoPE": ("NoPE", "as trained")}
@@ -21,7 +22,7 @@ def scores(suite, values, known=True):
         for factor, value in by_factor.items():
             record = {"label": label, "model": model, "variant": method, "stderr": 0.001}
             record |= {"nll": math.log(value)} if suite == "perplexity" else {"accuracy": value}
-            rows.append((suite, label, Column(factor if known else None, 64 * factor), record))
+            rows.append((suite, label, Length(factor if known else None, 64 * factor), record))
     (table,) = arrange(rows)
     return table
 
@@ -51,7 +52,7 @@ def test_a_difference_in_words(suite, ours, theirs, words):
 def test_a_difference_of_perplexities_without_losses_and_of_other_scores():
     def said(name, ours, theirs):
         rows = [
-            ("s", model, Column(2, 128), {"model": model, "variant": "as trained", name: value})
+            ("s", model, Length(2, 128), {"model": model, "variant": "as trained", name: value})
             for model, value in (("RoPE", theirs), ("DroPE", ours))
         ]
         ((_, (duel,)),) = judge(None, arrange(rows)[0]).duels
@@ -189,7 +190,7 @@ def test_a_length_of_one_side_alone_is_no_duel():
     assert (
         judge(None, None).headline
         == "Nothing has been evaluated here yet."
-        == judge(None, Table("perplexity", "", (), {}, {})).headline
+        == judge(None, Table((), {}, {}, "perplexity")).headline
     )
 
 

@@ -9,10 +9,10 @@ import pytest
 
 from pe_lab.results import variants
 from pe_lab.results.formatting import count, duration, listing, percent, short_number, shortened, times
-from pe_lab.results.intervals import Z95, exp, mean_of, wilson
-from pe_lab.results.records import RecordFile, bins, mappings, number
-from pe_lab.results.samples import SampleFile
-from pe_lab.results.scores import Cell, Column, Table, arrange, compare, mean_cell, measure, source_of, with_shares
+from pe_lab.results.records import RecordFile, SampleFile, bins, mappings, number
+from pe_lab.results.scores import arrange, measure, source_of
+from pe_lab.results.statistics import Z95, exp, mean_of, wilson
+from pe_lab.results.table import Cell, Length, Table, compare, mean_cell, with_shares
 
 # --- Numbers ------------------------------------------------------------------------------------------------
 
@@ -71,7 +71,7 @@ def test_wilsons_ends_are_the_shares_that_are_95_per_cent_of_the_noise_away(shar
 
 def test_a_mean_of_independent_scores():
     found = mean_of([0.0, 1.0, 1.0, 0.0])
-    assert (found.score, found.count, found.stderr) == (0.5, 4, pytest.approx(math.sqrt(1 / 3 / 4)))
+    assert (found.mean, found.count, found.stderr) == (0.5, 4, pytest.approx(math.sqrt(1 / 3 / 4)))
     assert (found.low, found.high) == pytest.approx(wilson(0.5, 4))
     assert mean_of([1.0]).stderr is None and mean_of([]) is None
     assert mean_of([0.0, 1.0]).stderr == pytest.approx(0.5)
@@ -82,7 +82,7 @@ def test_a_mean_of_independent_scores():
 
 def test_scores_of_a_cluster_count_as_one():
     found = mean_of([1.0, 1.0, 0.0], ["a", "a", "b"])
-    assert (found.score, found.count, found.stderr) == (pytest.approx(2 / 3), 3, pytest.approx(0.5))
+    assert (found.mean, found.count, found.stderr) == (pytest.approx(2 / 3), 3, pytest.approx(0.5))
     assert (found.low, found.high) == pytest.approx(wilson(2 / 3, 2))
     with pytest.raises(ValueError):
         mean_of([1.0, 1.0], ["a"])
@@ -224,18 +224,18 @@ def test_a_difference_counts_beyond_the_noise_of_both():
 
 def table_of(cells):
     """A table of (label, factor) -> cell."""
-    columns = tuple(Column(factor, None) for factor in dict.fromkeys(factor for _, factor in cells))
-    return Table("s", "", columns, {label: {} for label, _ in cells}, cells)
+    columns = tuple(Length(factor, None) for factor in dict.fromkeys(factor for _, factor in cells))
+    return Table(columns, {label: {} for label, _ in cells}, cells, "s")
 
 
 def test_names_of_lengths():
-    assert [Column(*ends).title for ends in ((2, 128), (None, 2048), (None, None))] == [
+    assert [Length(*ends).title for ends in ((2, 128), (None, 2048), (None, None))] == [
         "2×",
         "2,048 tokens",
         "the sequences' own lengths",
     ]
-    assert [Column(*ends).small for ends in ((2, 2048), (2, None), (None, 128))] == ["2,048", "", ""]
-    assert [Column(*ends).key for ends in ((2, 128), (None, 128), (None, None))] == [2, 128, 0]
+    assert [Length(*ends).small for ends in ((2, 2048), (2, None), (None, 128))] == ["2,048", "", ""]
+    assert [Length(*ends).key for ends in ((2, 128), (None, 128), (None, None))] == [2, 128, 0]
     assert source_of({"source": "a", "task": "b"}) == "a" and source_of({"task": "b"}) == "b" and source_of({}) == ""
 
 
@@ -243,7 +243,7 @@ def test_the_best_of_a_length_and_what_ties_with_it():
     table = table_of(
         {("a", 1): cell(0.5, 0.02), ("b", 1): cell(0.55, 0.02), ("c", 1): cell(0.3, 0.02), ("d", 2): cell(1)}
     )
-    assert table.best(table.columns[0]) == ("b", {"a"}) and table.best(Column(4, None)) == ("", set())
+    assert table.best(table.columns[0]) == ("b", {"a"}) and table.best(Length(4, None)) == ("", set())
     certain = table_of({("a", 1): cell(0.5, 0.2), ("b", 1): cell(0.55)})
     assert certain.best(certain.columns[0]) == ("b", set())
     assert list(table.column(table.columns[1])) == ["d"] and table.higher_is_better
@@ -256,15 +256,15 @@ def test_the_best_of_a_length_and_what_ties_with_it():
 
 def test_the_latest_step_of_a_label_counts_and_its_lengths():
     def given(label, factor, length, **record):
-        return "s", label, Column(factor, length), {"accuracy": 0.5} | record
+        return "s", label, Length(factor, length), {"accuracy": 0.5} | record
 
     rows = [given("a", 1, 64, step=5), given("a", 2, 128, step=9, accuracy=0.4), given("a", 2, 128, step=9)]
     rows += [given("b", 2, 256), given("b", 4, 256, accuracy=None)]
     (table,) = arrange(rows)
     assert list(table.cells) == [("a", 2), ("b", 2), ("b", 4)] and table.cells["a", 2].value == 0.5
-    assert table.columns == (Column(2, None), Column(4, 256))  # of two training lengths
-    assert math.isnan(table.cells["b", 4].value) and table.best(Column(4, None))[0] == "b"
-    two = arrange([given("a", 1, 64, source="x"), ("t", "a", Column(1, 64), {"source": "x", "accuracy": 1.0})])
+    assert table.columns == (Length(2, None), Length(4, 256))  # of two training lengths
+    assert math.isnan(table.cells["b", 4].value) and table.best(Length(4, None))[0] == "b"
+    two = arrange([given("a", 1, 64, source="x"), ("t", "a", Length(1, 64), {"source": "x", "accuracy": 1.0})])
     assert [(one.suite, one.source) for one in two] == [("s", "x"), ("t", "x")]
 
 
@@ -273,7 +273,7 @@ def share(value, stderr=0.03, **record):
 
 
 def test_means_are_of_shares_that_all_tasks_have():
-    column = Column(1, None)
+    column = Length(1, None)
     tables = [table_of({("a", 1): share(0.2, samples=10), ("b", 1): share(0.5)}),
               table_of({("a", 1): share(0.6, 0.04, samples=20), ("b", 1): share(math.nan)})]  # fmt: skip
     mean = mean_cell(tables, "a", column)

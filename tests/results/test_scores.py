@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from pe_lab.errors import UserError
-from pe_lab.results.runs import Phase, Run, read_run, read_runs
-from pe_lab.results.tables import (
-    Bucket,
+from pe_lab.results.runs import PhaseFiles, RunFiles, read_run, read_runs
+from pe_lab.results.scores import (
     averages,
     build_tables,
     by_sequence_length,
@@ -22,6 +21,7 @@ from pe_lab.results.tables import (
     tokens_trained,
     variants_of,
 )
+from pe_lab.results.table import Bucket
 
 
 def needles(label="RoPE", factor=2.0, accuracy=0.5, **more):
@@ -40,8 +40,8 @@ def answered(label="RoPE", score=0.5, task="a", length=128, **more):
 
 def run_of(records, suite="needles", name="one", phases=None):
     if phases is None:
-        phases = [Phase("pretrain", {"sequence_length": 64, "tokens_per_step": 2048, "status": "complete"})]
-    return Run(name, Path(name), {}, phases, {suite: list(records)}, [])
+        phases = [PhaseFiles("pretrain", {"sequence_length": 64, "tokens_per_step": 2048, "status": "complete"})]
+    return RunFiles(name, Path(name), {}, phases, {suite: list(records)}, [])
 
 
 # --- Labels and lengths -------------------------------------------------------------------------------------
@@ -69,18 +69,18 @@ def test_the_factor_of_a_length_is_the_records_own_or_of_the_training_length():
 def test_one_label_of_two_phases_is_two_variants():
     mixed = [needles(phase="pretrain"), needles(phase="later", accuracy=0.25), needles("DroPE", phase="later")]
     (table,) = build_tables("needles", [run_of(mixed)])
-    assert list(table.variants) == ["RoPE (later)", "RoPE (pretrain)", "DroPE"]
+    assert list(table.rows) == ["RoPE (later)", "RoPE (pretrain)", "DroPE"]
     assert table.cells["RoPE (later)", 2.0].value == 0.25
     runs = [run_of([needles(phase="pretrain")]), run_of([needles(phase="later")], name="two")]
     (table,) = build_tables("needles", runs)
-    assert set(table.variants) == {"one: RoPE", "two: RoPE"}
+    assert set(table.rows) == {"one: RoPE", "two: RoPE"}
 
 
 def test_records_without_a_number_or_a_length_are_counted_by_source():
     rows = [needles(), needles(factor=None), needles("DroPE", accuracy=None), needles(source="other")]
     one, other = build_tables("needles", [run_of(rows)])
     assert (one.source, one.skipped, other.source, other.skipped) == ("other", 0, "needles", 2)
-    assert list(other.variants) == ["RoPE"]
+    assert list(other.rows) == ["RoPE"]
 
 
 def test_the_source_with_most_tokens_is_first_and_symbolic_needles_are_last():
@@ -109,7 +109,7 @@ def test_a_history_has_the_checkpoints_of_a_phase_and_the_longest_sequences_firs
         ("RoPE", 400 * 2048): 0.4,
         ("RoPE", 800 * 2048): 0.8,
     }
-    assert list(short[2].variants) == ["RoPE", "RoPE + NTK"]  # DroPE has one checkpoint
+    assert list(short[2].rows) == ["RoPE", "RoPE + NTK"]  # DroPE has one checkpoint
     assert [column.length for column in short[2].columns] == [200 * 2048, 400 * 2048, 800 * 2048]
     assert histories(run_of([needles(), needles("DroPE", step=400)]), "needles") == []
 
@@ -141,7 +141,7 @@ def test_an_average_says_of_how_many_tasks_it_is(of, name):
     scores = [("a", "RoPE", 0.2, 64), ("b", "RoPE", 0.6, 64), ("a", "RoPE", 0.1, 128), ("b", "DroPE", 0.6, 64)]
     average = averages(tasks_of(scores), {"ruler": of})
     assert average.source == name and [column.key for column in average.columns] == [1]
-    assert list(average.variants) == ["RoPE"]
+    assert list(average.rows) == ["RoPE"]
     assert average.cells["RoPE", 1.0].value == pytest.approx(0.4)
     assert average.cells["RoPE", 1.0].stderr == pytest.approx(math.sqrt(2) * 0.01 / 2)
 
@@ -179,7 +179,7 @@ def test_buckets_have_the_numbers_of_the_record_and_multiples_of_the_training_le
     ]  # a score outside 0..1 is none
     cell = found.cells["RoPE", 64.0]
     assert (cell.value, cell.ends, cell.record["samples"]) == (1, (0.5, 1), 5)
-    assert not cell.record["truncated"] and list(found.variants) == ["RoPE"]
+    assert not cell.record["truncated"] and list(found.rows) == ["RoPE"]
     assert [column.small for column in by_sequence_length(table).columns] == ["", ""]
     lengths["of"] = "characters"
     assert [column.small for column in by_sequence_length(table, 64).columns] == ["", ""]
@@ -192,26 +192,30 @@ def test_buckets_have_the_numbers_of_the_record_and_multiples_of_the_training_le
 
 def test_a_phase_counts_its_steps_and_tokens():
     logged = [{"step": 10, "tokens": 500, "loss": 3.0}, {"step": 30, "loss": 2.0}, {"step": 20, "tokens": 900}]
-    phase = Phase("p", {"tokens_per_step": 50, "status": "complete"}, logged)
+    phase = PhaseFiles("p", {"tokens_per_step": 50, "status": "complete"}, logged)
     assert (phase.steps_done, phase.tokens, phase.running, phase.length) == (30, 900, False, None)
     assert phase.series("loss") == [(500, 3), (1500, 2)]  # 30 steps of 50 tokens
-    unlogged = Phase("p", {"tokens_per_step": 50, "sequence_length": 64}, [{"step": 30, "loss": 2.0}, {"loss": 1.0}])
+    unlogged = PhaseFiles(
+        "p", {"tokens_per_step": 50, "sequence_length": 64}, [{"step": 30, "loss": 2.0}, {"loss": 1.0}]
+    )
     assert (unlogged.tokens, unlogged.running, unlogged.length) == (1500, True, 64)
     assert unlogged.series("loss") == [(1500, 2)]
-    assert Phase("p", {}, [{"step": 30, "loss": 2.0}]).series("loss") == [(30, 2)]  # by steps
-    assert (Phase("p", {}).steps_done, Phase("p", {}).tokens) == (0, 0)
+    assert PhaseFiles("p", {}, [{"step": 30, "loss": 2.0}]).series("loss") == [(30, 2)]  # by steps
+    assert (PhaseFiles("p", {}).steps_done, PhaseFiles("p", {}).tokens) == (0, 0)
 
 
 def test_the_shares_of_a_mixture_add_up_to_1():
-    phase = Phase("p", {"mixture": [{"source": "a", "weight": 3}, {"source": "b", "weight": 1}, {"weight": None}]})
+    phase = PhaseFiles("p", {"mixture": [{"source": "a", "weight": 3}, {"source": "b", "weight": 1}, {"weight": None}]})
     assert phase.mixture == [("a", 0.75), ("b", 0.25), ("?", 0)]
-    assert Phase("p", {"mixture": [{"source": "a", "weight": 0}]}).mixture == []
-    assert Phase("p", {"mixture": [{"source": "a", "weight": 0.25}]}).mixture == [("a", 1)]
+    assert PhaseFiles("p", {"mixture": [{"source": "a", "weight": 0}]}).mixture == []
+    assert PhaseFiles("p", {"mixture": [{"source": "a", "weight": 0.25}]}).mixture == [("a", 1)]
 
 
 def test_tokens_add_up_over_the_phases_of_a_run():
-    phases = [Phase(name, {"tokens_per_step": 10}, [{"step": steps}]) for name, steps in (("a", 3), ("b", 4), ("c", 5))]
-    run = run_of([], phases=[Phase("none", {}), *phases])
+    phases = [
+        PhaseFiles(name, {"tokens_per_step": 10}, [{"step": steps}]) for name, steps in (("a", 3), ("b", 4), ("c", 5))
+    ]
+    run = run_of([], phases=[PhaseFiles("none", {}), *phases])
     assert (run.tokens_until("b"), run.tokens_until("c"), run.tokens_until("d")) == (70, 120, None)
     assert run.phase("b").steps_done == 4 and run.phase("d") is None and run.training_length is None
 
