@@ -402,7 +402,7 @@ def test_the_pairs_of_the_table_are_the_ends_the_middle_and_yarns_ramp():
 
 
 def test_the_axis_of_a_caches_lengths_has_powers_of_four_and_ten_million():
-    (axes,) = draw(analysis(Settings(factors=(2.0,), methods=("pi",))))["rotation_cache"].axes
+    (axes,) = draw(analysis(Settings(factors=(2.0,), variants=("pi",))))["rotation_cache"].axes
     places = [4096, 16_384, 65_536, 262_144, 1_048_576, 4_194_304, 10_000_000]
     assert axes.xaxis.get_majorticklocs().tolist() == places
     show = axes.xaxis.get_major_formatter()
