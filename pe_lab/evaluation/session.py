@@ -12,16 +12,30 @@ from pe_lab.config import Config, DataConfig, EvaluationConfig, SourceConfig, fr
 from pe_lab.data.sources import KINDS
 from pe_lab.errors import CheckpointError, ConfigError
 from pe_lab.evaluation.command_line import parse_lengths, parse_variants
-from pe_lab.evaluation.measure import EvaluationPlan, Forwards
+from pe_lab.evaluation.generation.prompted import open_prompted
+from pe_lab.evaluation.lm_eval.harness import open_harness
+from pe_lab.evaluation.measure import EvaluationPlan, Forwards, open_evaluation
 from pe_lab.evaluation.scoring.forward import check_length
-from pe_lab.evaluation.suite import Runner, Suite, TokenSuite, given_options
+from pe_lab.evaluation.suite import PromptSuite, Runner, Suite, TokenSuite, given_options
 from pe_lab.evaluation.suites import SUITES, check_options, parse_suites
+from pe_lab.evaluation.suites.lm_eval import HarnessSuite
 from pe_lab.evaluation.targets import EvaluationTarget, load_subjects
 from pe_lab.evaluation.variants import ALL, Subject, Variant, all_variants
 from pe_lab.results.records import Record
 from pe_lab.results.variants import VARIANTS
 from pe_lab.storage import AnyPath
 from pe_lab.terminal import console
+
+_RUNNERS: tuple[tuple[type[Suite], Runner], ...] = (
+    (TokenSuite, open_evaluation),
+    (PromptSuite, open_prompted),
+    (HarnessSuite, open_harness),
+)
+
+
+def _runner_of(suite: Suite) -> Runner:
+    """What opens a suite, together with the others of its kind."""
+    return next((runner for kind, runner in _RUNNERS if isinstance(suite, kind)), None) or suite.runner()
 
 
 @dataclasses.dataclass
@@ -83,7 +97,7 @@ class EvaluationSession:
             check_length(subject.checkpoint.model, subject.checkpoint.layers, max(self.plan.lengths))
         runners: dict[Runner, dict[Suite, tuple[str, ...]]] = {}
         for name, tasks in self.chosen.items():
-            runners.setdefault(SUITES[name].runner(), {})[SUITES[name]] = tasks
+            runners.setdefault(_runner_of(SUITES[name]), {})[SUITES[name]] = tasks
         # Suites that score tokens come first: they may fit what variants of the others need. Otherwise the errors of
         # all suites come before anything is measured.
         scored = [suite for suite in map(SUITES.get, self.chosen) if isinstance(suite, TokenSuite)]

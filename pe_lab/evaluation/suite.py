@@ -98,7 +98,7 @@ class Suite:
     settings: type = NoSettings
 
     def runner(self) -> Runner:
-        """What opens this suite, together with the others of its kind."""
+        """What opens this suite. Those of `TokenSuite` and `PromptSuite` are the session's."""
         raise NotImplementedError(f"suite '{self.name}' is a TokenSuite, a PromptSuite, or has a runner")
 
     def from_files(self, settings: Any) -> list[Record] | None:
@@ -118,11 +118,6 @@ class TokenSuite(Suite):
 
     arrangement = "lengths"
     fits: str | None = None
-
-    def runner(self) -> Runner:
-        from pe_lab.evaluation.measure import open_evaluation
-
-        return open_evaluation
 
     def impossible(self, evaluation: Evaluation) -> str:
         """Why it cannot be measured here, as the end of a sentence; "" if it can."""
@@ -168,11 +163,6 @@ class PromptSuite(Suite):
     """
 
     samples: Mapping[str, int] = {}
-
-    def runner(self) -> Runner:
-        from pe_lab.evaluation.generation.prompted import open_prompted
-
-        return open_prompted
 
     def open(self, names: Sequence[str], settings: Any, limits: Sequence[int | None]) -> list[PromptTask]:
         """The tasks `names`, of `tasks`; none: the default ones.

@@ -228,7 +228,7 @@ def test_many_shot_learning_has_its_zero_shot_row(run, tmp_path, capsys, counts)
         (["--grid=head=1"], "Did you mean 'heads'"),
         (["--grid=heads=5"], "the model has 4 heads"),
         (["--suite=perplexity"], "the sweep asks prompts"),
-        (["--samples=0"], "--samples/--limit: '0' is not"),
+        (["--samples=0"], "--samples: '0' is not"),
         (["--suite=longbench:trec", "--longbench=empty"], "empty"),
         (["--suite=many_shot:plain"], "there is no file of problems"),
         (["--heads-suite=niah"], "name one task"),

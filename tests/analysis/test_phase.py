@@ -193,7 +193,7 @@ def test_a_checkpoint_is_analyzed_beside_its_run(tmp_path, monkeypatch):
         (["--positional=rope", "--length=1k", "--target=3m,1e10"], "from 2 to 2^31 - 1"),
         (["--positional=rope", "--length=1k", "--target=,"], "give lengths above"),
         (["--positional=rope", "--length=1k", "--variants=dropped"], "--variants=dropped changes no frequency"),
-        (["--positional=rope", "--length=1k", "--variants=yran"], "no method is called 'yran'"),
+        (["--positional=rope", "--length=1k", "--variants=yran"], "no variant is called 'yran'"),
         (["--positional=rpoe", "--length=1k"], "Did you mean 'rope'?"),
         (["--from=nowhere"], "nowhere"),
         (["--positional=rope", "--length=1k", "--config.model.layers=2"], "there is no --config here"),

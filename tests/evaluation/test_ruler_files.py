@@ -8,7 +8,7 @@ import pytest
 from pe_lab.data.tokenizers import ByteTokenizer
 from pe_lab.errors import UserError
 from pe_lab.evaluation.suites.niah import open_haystack
-from pe_lab.evaluation.suites.ruler import qa_task, ruler_tasks
+from pe_lab.evaluation.suites.ruler import TASKS, qa_task, ruler_tasks
 from pe_lab.evaluation.suites.ruler_files import (
     read_predictions,
     score_predictions,
@@ -29,9 +29,9 @@ def test_scores_are_those_of_rulers_evaluate(tmp_path):
     for length in (8192, 4096):
         write(tmp_path / "synthetic" / str(length) / "pred", GOLDEN["predictions"])
         write(tmp_path / "synthetic" / str(length) / "data" / "vt", {"validation.jsonl": [{"input": ""}]})
-    rows = score_predictions(tmp_path / "synthetic")
+    rows = score_predictions(tmp_path / "synthetic", TASKS)
     assert [row["length"] for row in rows] == [4096] * 6 + [8192] * 6
-    for here in (rows[:6], rows[6:], score_predictions(tmp_path / "synthetic" / "4096" / "pred")):
+    for here in (rows[:6], rows[6:], score_predictions(tmp_path / "synthetic" / "4096" / "pred", TASKS)):
         theirs = {
             row["source"]: {"score": round(100 * row["score"], 6), "nulls": f"{row['nulls']}/{row['samples']}"}
             for row in here
@@ -53,7 +53,7 @@ def test_what_is_written_scores_the_same_when_read(tmp_path):
     fixed = GOLDEN["predictions"]["vt-0.jsonl"][0]
     assert all(line[name] == fixed[name] for line in written for name in ("input", "others", "truncation"))
     assert written[0]["length"] == 100  # RULER's lengths have the answer in them
-    rows = {row["source"]: round(100 * row["score"], 2) for row in score_predictions(tmp_path)}
+    rows = {row["source"]: round(100 * row["score"], 2) for row in score_predictions(tmp_path, TASKS)}
     assert rows == {task: GOLDEN["summary"][task]["score"] for task in ("vt", "qa_1")}
 
 
@@ -79,12 +79,12 @@ def test_prompts_are_written_as_rulers_data(tmp_path):
 
 def test_files_that_are_not_rulers_are_refused(tmp_path):
     with pytest.raises(UserError, match="no directory"):
-        score_predictions(tmp_path / "none")
+        score_predictions(tmp_path / "none", TASKS)
     with pytest.raises(UserError, match=r"no \.jsonl files"):
-        score_predictions(tmp_path)
+        score_predictions(tmp_path, TASKS)
     write(tmp_path, {"niah_singel_1.jsonl": []})
     with pytest.raises(UserError, match="Did you mean 'niah_single_1'"):
-        score_predictions(tmp_path)
+        score_predictions(tmp_path, TASKS)
     for name, wrong in {
         "no `pred`": {"outputs": ["a"]},
         "no `outputs`": {"pred": "a"},
@@ -94,16 +94,16 @@ def test_files_that_are_not_rulers_are_refused(tmp_path):
     }.items():
         write(tmp_path, {"vt.jsonl": [{"pred": "a", "outputs": ["a"]}, wrong]})
         with pytest.raises(UserError, match=rf"vt\.jsonl, line 2, is no prediction of RULER: {name}"):
-            score_predictions(tmp_path)
+            score_predictions(tmp_path, TASKS)
     write(tmp_path, {"vt.jsonl": [{"pred": "a", "output": "a"}], "vt-0.jsonl": [{"pred": "a", "outputs": ["a"]}]})
     with pytest.raises(UserError, match=r"vt\.jsonl and chunks"):
-        score_predictions(tmp_path)
+        score_predictions(tmp_path, TASKS)
     (tmp_path / "vt-0.jsonl").unlink()
-    (row,) = score_predictions(tmp_path)
+    (row,) = score_predictions(tmp_path, TASKS)
     assert row["score"] == 1 and row["samples"] == 1
     write(tmp_path, {"vt.jsonl": []})
     with pytest.raises(UserError, match="is empty"):
-        score_predictions(tmp_path)
+        score_predictions(tmp_path, TASKS)
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path):

@@ -19,7 +19,7 @@ from pe_lab.data.tokenizers import Tokenizer
 from pe_lab.errors import CheckpointError, ConfigError, DataError, UnsupportedError, UserError, did_you_mean
 from pe_lab.evaluation.command_line import parse_length
 from pe_lab.evaluation.lm_eval.requests import (
-    GenerationRequest,
+    HarnessGeneration,
     Journal,
     RequestAnswers,
     Used,
@@ -262,7 +262,7 @@ class Adapter:
         groups: dict[str, list[int]] = {}
         for index, request in enumerate(requests):
             groups.setdefault(json.dumps(request.args[1], sort_keys=True, default=str), []).append(index)
-        asked: dict[int, GenerationRequest] = {}
+        asked: dict[int, HarnessGeneration] = {}
         for indices in groups.values():
             until, new_tokens, sampling = self._settings(requests[indices[0]].args[1])
             if (limit := self.max_length - new_tokens) < 1:
@@ -273,7 +273,7 @@ class Adapter:
             for index in indices:
                 prompt = self.tok_encode(requests[index].args[0]) or [self.prefix_token_id]
                 seed = seed_of(self._seed, index) if sampling.get("temperature") else self._seed
-                asked[index] = GenerationRequest(prompt, limit, until, new_tokens, sampling, seed)
+                asked[index] = HarnessGeneration(prompt, limit, until, new_tokens, sampling, seed)
             self._count(sum(len(asked[index].prompt) > limit for index in indices), len(indices))
         answers = RequestAnswers(self.journal, "generate_until", [asked[index] for index in range(len(requests))])
         texts = [""] * len(requests)

@@ -18,7 +18,7 @@ from pe_lab.results.records import SampleFile, SampleRecord, sample_key
 Batch = TypeVar("Batch")
 
 
-class GenerationRequest(NamedTuple):
+class HarnessGeneration(NamedTuple):
     """A request to generate a text."""
 
     prompt: list[int]
@@ -35,7 +35,7 @@ def seed_of(seed: int, index: int) -> int:
 
 
 def generation_batches(
-    lm: LanguageModel, batch_size: int | None, asked: Mapping[int, GenerationRequest], indices: Sequence[int]
+    lm: LanguageModel, batch_size: int | None, asked: Mapping[int, HarnessGeneration], indices: Sequence[int]
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Batches of requests that differ only in prompts and seeds: (indices, indices filled up to a power of two).
 
@@ -57,7 +57,7 @@ def generation_batches(
         start += len(some)
 
 
-def generate(lm: LanguageModel, batch: Sequence[GenerationRequest]) -> list[str]:
+def generate(lm: LanguageModel, batch: Sequence[HarnessGeneration]) -> list[str]:
     """The text that continues each prompt."""
     first = batch[0]
     prompts = [one.prompt[-one.prompt_limit :] for one in batch]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pe_lab.evaluation.suite import Runner, Suite, SuiteMetric, option
+from pe_lab.evaluation.suite import Suite, SuiteMetric, option
 from pe_lab.evaluation.suites.longbench import CHAT
 from pe_lab.terminal import natural, positive
 
@@ -25,11 +25,6 @@ class HarnessSuite(Suite):
     average_of = 0
     tasks = None
     settings = HarnessSettings
-
-    def runner(self) -> Runner:
-        from pe_lab.evaluation.lm_eval.harness import open_harness
-
-        return open_harness
 
 
 SUITE = HarnessSuite()

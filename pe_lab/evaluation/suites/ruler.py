@@ -556,7 +556,7 @@ class Ruler(PromptSuite):
             return None
         from pe_lab.evaluation.suites.ruler_files import score_predictions
 
-        return score_predictions(storage.local_copy(storage.path("--predictions", settings.predictions)))
+        return score_predictions(storage.local_copy(storage.path("--predictions", settings.predictions)), TASKS)
 
     def finish(
         self,

@@ -15,7 +15,6 @@ from typing import Any
 from pe_lab.errors import DataError, did_you_mean
 from pe_lab.evaluation.generation.tasks import Sample
 from pe_lab.evaluation.scoring.metrics import CONTROL, string_match_all, string_match_part
-from pe_lab.evaluation.suites.ruler import SUITE, TASKS
 from pe_lab.results.records import Record, SampleRecord
 from pe_lab.results.statistics import mean_of
 from pe_lab.storage import read_records, write_records
@@ -53,7 +52,7 @@ def _wrong(record: dict[str, Any]) -> str:
     return ""
 
 
-def score_predictions(directory: Path) -> list[Record]:
+def score_predictions(directory: Path, tasks: Sequence[str]) -> list[Record]:
     """The scores of all prediction files in a directory, one result record a task.
 
     Args:
@@ -74,11 +73,11 @@ def score_predictions(directory: Path) -> list[Record]:
     for path in sorted(directory.rglob("*.jsonl")):
         chunk = _CHUNK.fullmatch(path.stem)
         task = chunk.group(1) if chunk else path.stem
-        if task in TASKS:
+        if task in tasks:
             found.setdefault((path.parent, task), []).append(path)
     if not found:
         others = sorted({path.stem for path in directory.rglob("*.jsonl")})
-        hint = f"{others[0]}.jsonl is none. {did_you_mean(others[0], TASKS)}" if others else "It has no .jsonl files."
+        hint = f"{others[0]}.jsonl is none. {did_you_mean(others[0], tasks)}" if others else "It has no .jsonl files."
         raise DataError(f"{directory} has no predictions of a task of RULER, such as pred/vt.jsonl. {hint}")
     scored = []
     for (folder, task), paths in found.items():
@@ -95,7 +94,7 @@ def score_predictions(directory: Path) -> list[Record]:
         above = itertools.takewhile(lambda part: not part.isdecimal() and part != "pred", inside)
         scored.append(
             {
-                "suite": SUITE.name,
+                "suite": "ruler",
                 "source": task,
                 "run": directory.name,
                 "label": "/".join(above) or "predictions",
@@ -108,7 +107,7 @@ def score_predictions(directory: Path) -> list[Record]:
                 "nulls": sum(not CONTROL.sub("\n", record["pred"]).strip() for record in records),
             }
         )
-    return sorted(scored, key=lambda record: (record["length"] or 0, TASKS.index(record["source"])))
+    return sorted(scored, key=lambda record: (record["length"] or 0, tasks.index(record["source"])))
 
 
 def _length(directory: Path) -> int | None:
