@@ -19,7 +19,7 @@ WORDS = [
     (r"\b(cut|spread) over\b", "sharded over", "", ""),
     (r"\b[Tt]runk\b", "embedder", "", ""),
     (r"\b[Ss]elf[ _-]bias\b", "diagonal bias", "", ""),
-    (r"\b[Ww]ays? of reading\b|\bReaders?\b|\bread_as\b", "variant", "", ""),
+    (r"\b[Ww]ays? of reading\b|\bReaders?\b|(?<!\")\bread_as\b", "variant", "", ""),
     (r"\b[Aa]nswerers?\b|\b[Hh]eard\b", "generation backend, on_tokens", "", ""),
     (r"\bsaid\b", "display_name, or a plain verb", "", ""),
     (r"\bheld\b(?![- ]out)", "slot positions, kept, stored", "", ""),

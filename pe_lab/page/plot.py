@@ -53,7 +53,7 @@ class Frame:
       named: whether the names of the axes and of the marks are written; else they stand beside several plots.
       labelled: whether the name of each line stands at its end.
       ticks: how many of x and of y, about.
-      letters: in a line of a label of x, of labels that stand in several lines; 0: in one, where they have room.
+      letters: in a line of a label of x, of labels that stand in several lines; 0: in one, where they fit.
     """
 
     width: int
