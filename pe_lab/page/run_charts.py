@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from pe_lab.errors import UserError
+from pe_lab.evaluation.suites import SUITES
 from pe_lab.page.axes import PlotAxis, Point, decimate, smooth
 from pe_lab.page.charts import file_parts, legend, line_chart
 from pe_lab.page.colours import INK, STYLES, Style, run_style
@@ -17,7 +18,7 @@ from pe_lab.page.markup import Markup, element
 from pe_lab.page.plot import MOST, Series
 from pe_lab.page.tables import plain_table
 from pe_lab.results.comparison import encoding_text
-from pe_lab.results.formatting import Number, count, times
+from pe_lab.results.formatting import Number, count, percent, short_number, times
 from pe_lab.results.groups import curve_over_seeds
 from pe_lab.results.records import Record, as_dict, number
 from pe_lab.results.runs import PhaseFiles, RunFiles
@@ -220,6 +221,7 @@ def source_losses(run: RunFiles) -> Markup:
 
 
 SOURCE = "validation_loss/"
+SUITES_BEGIN = "suite/"  # and then SUITE/LENGTH/SOURCE/VARIANT, as the training loop logs them
 LEARNED = "learned/"  # and then ENCODING.PARAMETER/LAYER, as the training loop logs them
 
 
@@ -251,6 +253,29 @@ def learned_charts(run: RunFiles) -> Markup:
     return element("div", charts, class_="grid", style="margin-top:22px") if charts else Markup("")
 
 
+def suite_charts(run: RunFiles) -> Markup:
+    """What suites found while the run trained: a chart for each suite and source, a line for a length and variant."""
+    lines: dict[tuple[str, str], list[tuple[int, str, str]]] = {}
+    for name in dict.fromkeys(name for phase in run.phases for record in phase.metrics for name in record):
+        if not name.startswith(SUITES_BEGIN):
+            continue
+        suite, length, source, variant, *_ = name.removeprefix(SUITES_BEGIN).split("/") + [""] * 3
+        if suite in SUITES and length.isdigit():
+            lines.setdefault((suite, source), []).append((int(length), variant, name))
+    charts, marks = [], [(at, "") for at, _ in _phase_marks(run)]
+    for (suite, source), named in lines.items():
+        metric, series = SUITES[suite].metrics[0], list[Series]()
+        for i, (length, variant, key) in enumerate(sorted(named)):
+            points = [point for points in curves(run, key) for point in points]
+            label = f"{length:,} {variant}".strip()
+            series += over_seeds(label, run, points, run_style(i), markers=len(points) < 60)
+        show = percent if metric.unit == "%" else short_number
+        y = PlotAxis(metric.title, metric.interval == "log", show)
+        title, words = f"{SUITES[suite].title} while it trained: {source}", band_words(run).strip()
+        charts.append(line_chart(title, series, token_axis(run), y, marks, words, "half"))
+    return element("div", charts, class_="grid", style="margin-top:22px") if charts else Markup("")
+
+
 def source_keys(run: RunFiles) -> list[str]:
     """The keys of the held-out losses by source."""
     logged = dict.fromkeys(key for phase in run.phases for record in phase.metrics for key in record)
@@ -274,7 +299,7 @@ def loss_comparison(runs: Sequence[RunFiles], key: str = "loss", title: str = "T
 # Events, time and frequencies
 
 
-TIME_COLOURS = ("extra-1", "pi", "yarn", "drope", "ntk", "extra-2", "extra-3", "nope", "rope")
+TIME_COLOURS = ("extra-1", "pi", "yarn", "drope", "ntk", "extra-4", "extra-2", "extra-3", "nope", "rope")
 
 
 def event_table(run: RunFiles) -> Markup:

@@ -289,6 +289,7 @@ def _training_parts(results: Results) -> list[object]:
         run_charts.event_table(run),
         provenance.mixture_table(run),
         run_charts.source_losses(run),
+        run_charts.suite_charts(run),
         run_charts.learned_charts(run),
         run_charts.time_chart(run),
     ]

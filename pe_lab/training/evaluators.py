@@ -13,6 +13,7 @@ import numpy as np
 from pe_lab.evaluation.command_line import parse_variants
 from pe_lab.evaluation.live import LiveEvaluation
 from pe_lab.evaluation.suites import SUITES, parse_suites
+from pe_lab.evaluation.variants import possible_variants
 from pe_lab.model import Model, Params
 from pe_lab.model.learned import learned_values, split_layers
 from pe_lab.positional import Schedule
@@ -71,14 +72,16 @@ def validation(run: Run, phase: PhasePlan, shardings: Shardings, schedule: Sched
 def suites(run: Run, phase: PhasePlan) -> Evaluator:
     """The suites of `config.evaluation` on the parameters in memory; see `evaluation.live`.
 
-    Each number is the main metric of a suite, named SUITE/LENGTH/SOURCE/VARIANT: `needles/256/needles/YaRN`. The
-    variant as trained has no name.
+    Each number is the main metric of a suite, named SUITE/LENGTH/SOURCE/VARIANT: `suite/needles/256/needles/YaRN`. The
+    variant as trained has no name; variants that are not possible for the phase's encodings are left out.
 
     Raises:
       UserError: from the first measurement, for a suite, a variant or a length that is impossible.
     """
     asked = run.config.evaluation
     length, tokens = phase.config.sequence_length, phase.tokens_per_step
+    named = parse_variants(",".join(asked.variants)) if asked.variants else ()
+    variants = [name for name in possible_variants(phase.layers, length) if name in named]
 
     @functools.cache
     def opened() -> LiveEvaluation:
@@ -89,7 +92,7 @@ def suites(run: Run, phase: PhasePlan) -> Evaluator:
             run.config.data,
             parse_suites(",".join(asked.suites)) if asked.suites else None,
             [factor * length for factor in asked.factors],
-            parse_variants(",".join(asked.variants)) if asked.variants else (),
+            variants,
             asked.options,
             asked.seed,
             run.tokenizer,
@@ -101,7 +104,7 @@ def suites(run: Run, phase: PhasePlan) -> Evaluator:
     def measure(step: int, params: Params) -> dict[str, float]:
         return main_numbers(opened().measure(params, step, step * tokens))
 
-    return Evaluator("suites", measure, asked.every_steps)
+    return Evaluator("suites", measure, asked.every_steps, "suite/")
 
 
 def main_numbers(records: Sequence[Record]) -> dict[str, float]:
