@@ -252,12 +252,12 @@ class StabilityConfig:
 class EvaluationConfig:
     """What `pe_lab.evaluate` measures of this run by default, and training between its steps."""
 
-    every_steps: int = number(0, 0, INT32)  # steps between two measurements inside training; 0: none
     factors: tuple[int, ...] = number((1, 2, 4, 8), 1, 2**20)  # lengths, in multiples of the training length
     suites: tuple[str, ...] = ()  # as --suite: names, name:task, FILE.py:SUITE; (): those that are possible
     variants: tuple[str, ...] = ()  # as --variants; (): all that make sense; inside training: as trained
     options: Mapping[str, Any] = field(default_factory=dict)  # of suites, as their flags: {"tokens": 65536}
     seed: int = number(0, 0, SEED)
+    every_steps: int = number(0, 0, INT32)  # steps between two measurements inside training; 0: none
 
 
 @dataclass(frozen=True)

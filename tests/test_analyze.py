@@ -76,18 +76,18 @@ def test_pairs_that_never_complete_a_rotation(length, pairs):
 
 def test_eq_10_counts_pairs_from_1():
     """Taken with m = 1..d/2, the fastest pair would be slowed and the slowest more than s times; m - 1 is NTK."""
-    (curve,) = compute(Settings(factors=(4.0,), methods=("ntk",))).scaling
+    (curve,) = compute(Settings(factors=(4.0,), variants=("ntk",))).scaling
     assert curve.gamma == pytest.approx([0.25 ** (2 * (m - 1) / 62) for m in range(1, 33)])
     assert curve.gamma[0] == 1 > 0.25 ** (2 * 1 / 62) and curve.gamma[-1] == pytest.approx(0.25)
 
 
 def test_other_heads_move_yarns_ramp():
     # Bounds of the ramp by transformers: 20.944 and 45.027 for (128, 1e4, 4096), rounded outwards.
-    (curve,) = compute(Settings(head_dim=128, length=4096, factors=(8.0,), methods=("yarn",))).scaling
+    (curve,) = compute(Settings(head_dim=128, length=4096, factors=(8.0,), variants=("yarn",))).scaling
     assert np.flatnonzero(np.array(curve.gamma) == 1)[-1] == 20
     assert np.flatnonzero(np.array(curve.gamma) > 1 / 8 + 1e-12)[-1] == 45
     # The clamp of 3.7705 and 11.798 for (64, 1e6, 1024): 3 and 12.
-    (curve,) = compute(Settings(base=1e6, length=1024, factors=(2.0,), methods=("yarn",))).scaling
+    (curve,) = compute(Settings(base=1e6, length=1024, factors=(2.0,), variants=("yarn",))).scaling
     assert np.flatnonzero(np.array(curve.gamma) == 1)[-1] == 3
     assert np.flatnonzero(np.array(curve.gamma) > 0.5 + 1e-12)[-1] == 11
 
@@ -105,7 +105,7 @@ def test_cache_bytes_by_hand(written):
 
 
 def test_the_methods_that_came_later():
-    settings = Settings(factors=(2.0,), methods=tuple(METHODS))
+    settings = Settings(factors=(2.0,), variants=tuple(METHODS))
     curves = {curve.method: curve for curve in compute(settings).scaling}
     for name, same in (("ntk_by_parts", "yarn"), ("dynamic_ntk", "ntk"), ("dynamic_yarn", "yarn")):
         if name in curves:
@@ -169,7 +169,7 @@ def test_options_reach_the_analysis(tmp_path, capsys):
     assert main(["frequencies", "--out", str(tmp_path), *arguments.split(), "--cache-head-dim=128"]) == 0
     numbers = numbers_at(tmp_path)
     assert numbers["settings"] == {
-        "head_dim": 128, "base": 5e5, "length": 8192, "factors": [8, 16], "methods": ["ntk", "pi"],
+        "head_dim": 128, "base": 5e5, "length": 8192, "factors": [8, 16], "variants": ["ntk", "pi"],
         "cache_head_dim": 128, "fractions": [0.5],
     }  # fmt: skip
     assert list(gammas(numbers)) == [(8, "ntk"), (8, "pi"), (16, "ntk"), (16, "pi")]

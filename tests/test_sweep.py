@@ -94,7 +94,7 @@ def test_a_sweep_is_run_continued_and_extended(recipe, tmp_path, monkeypatch, ca
             "--evaluate: unrecognized arguments: --bo",
         ),
         (["--config=tiny.py", "--seeds=2", "--evaluate", "--evaluate.seed=x"], "--evaluate: argument --seed"),
-        (["--config=tiny.py", "--seeds=2", "--evaluate", "--evaluate.methods=x"], "--evaluate: "),
+        (["--config=tiny.py", "--seeds=2", "--evaluate", "--evaluate.variants=x"], "--evaluate: "),
         (["--config=tiny.py", "--seeds=2", "--evaluate", "--evaluate.steps=x"], "--evaluate: "),
         (["--config=tiny.py", "--seeds=2", "--evaluate.lengths=2x"], "is an option of --evaluate, which is missing"),
         (["--config=tiny.py", "--seeds=2", "--baseline=layers=2"], "the grid has no 'layers'"),

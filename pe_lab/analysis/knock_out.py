@@ -429,7 +429,7 @@ def _figures(mask: str, one: Knocked, counts: Sequence[int], suffix: str, of: st
     shares, changes = [], []
     for kind, label in kinds.items():
         means = [one.share(kind, k) for k in (0, *counts)]
-        shares.append(Line(label, x, *(np.array([getattr(m, f) for m in means]) for f in ("score", "low", "high"))))
+        shares.append(Line(label, x, *(np.array([getattr(m, f) for m in means]) for f in ("mean", "low", "high"))))
         around = interval(np.stack([one.lost(kind, k) for k in (0, *counts)], axis=1))
         changes.append(Line(label, x, around.mean, around.low, around.high))
     how = f"Masked heads {MASKS[mask][1]}."

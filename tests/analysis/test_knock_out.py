@@ -161,7 +161,7 @@ def test_shares_have_wilsons_interval_and_a_verdict():
     one = knocked(0.2, 1)
     z2 = 1.959964**2
     assert one.share("random", 1).low == pytest.approx(10 / (10 + z2)) and one.share("random", 1).high == 1
-    assert one.share("retrieval", 1).score == 0.2 and one.share("retrieval", 0).score == 1
+    assert one.share("retrieval", 1).mean == 0.2 and one.share("retrieval", 0).mean == 1
     # 8 ones and 2 zeros: t with 9 degrees of freedom is 2.262, and 2.262 * sqrt(0.16 * 10 / 9 / 10) is 0.30.
     assert verdict(one, (1,)).startswith("confirmed that the answers depend on the retrieval heads")
     assert "the share of answers lost is larger by 0.80 [0.50, 1.10]." in verdict(one, (1,))

@@ -177,7 +177,7 @@ NAN = float("nan")
         (lambda: frequencies(Rope(), -2), "head_dim is -2"),
         (lambda: frequencies(NoPE(), 64, 0), "length is 0; it must be a positive number of tokens, or None"),
         (lambda: frequencies(NoPE(), 0), "head_dim is 0"),
-        (lambda: frequencies("rope", 64), "'rope' is not a positional encoding; use one of Rope, PartialRope, NoPE"),
+        (lambda: frequencies("rope", 64), "'rope' is not a positional encoding; use one of "),
         (lambda: frequencies(PI(2.0), 64), "PI(factor=2.0) is not a positional encoding"),
         (lambda: alibi_slopes(0), "num_heads is 0"),
     ],

@@ -93,7 +93,9 @@ def test_cost_counts_the_weights_of_a_feed_forward_of_ones_own(monkeypatch):
     matrices = experts.EXPERTS * (2 * 16 * 32 + 16)
     more = train_flops_per_token(model.config, 12).full - train_flops_per_token(plain.config, 12).full
     assert more == 6 * 2 * (matrices - 2 * 16 * 32)
-    monkeypatch.setattr(experts.Experts, "active_weights", staticmethod(lambda config: 2 * 16 * 32), raising=False)
+    monkeypatch.setattr(
+        FEED_FORWARDS[CONFIG.feed_forward], "active_weights", staticmethod(lambda config: 2 * 16 * 32), raising=False
+    )
     assert train_flops_per_token(model.config, 12) == train_flops_per_token(plain.config, 12)
 
 

@@ -45,7 +45,7 @@ def test_seconds_are_in_the_bucket_of_their_block(tmp_path):
     assert seconds["start_up"] >= age and seconds["data_wait"] >= 0.2
     assert seconds["step"] >= 0.2 and seconds["replayed_steps"] >= 0.07
     assert {bucket for bucket in BUCKETS if not seconds[bucket]} == {
-        "compile", "validation", "save_blocking", "restore", "down"
+        "compile", "validation", "suites", "save_blocking", "restore", "down"
     }  # fmt: skip
     assert closing - 0.02 <= sum(seconds.values()) <= lived + 0.02
 

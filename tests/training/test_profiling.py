@@ -33,7 +33,14 @@ def test_a_steps_time_is_what_was_waited_for_and_the_rest(monkeypatch):
     split = times.split(2, 0.2)
     assert split["device"] == pytest.approx(0.02) and split["input"] == pytest.approx(0.005)
     assert split["host"] == pytest.approx(0.075)
-    assert times.split(1, 1.0) == {"device": 0.0, "input": 0.0, "validation": 0.0, "checkpoint": 0.0, "host": 1.0}
+    assert times.split(1, 1.0) == {
+        "device": 0.0,
+        "input": 0.0,
+        "validation": 0.0,
+        "suites": 0.0,
+        "checkpoint": 0.0,
+        "host": 1.0,
+    }
 
 
 @pytest.mark.parametrize(("backend", "seconds"), [("cpu", 0.5), ("tpu", 0.0)])
@@ -49,7 +56,13 @@ def test_a_cpu_computes_a_step_as_it_is_started(monkeypatch, backend, seconds):
 
 def test_the_line_has_both_mfus_where_the_peak_is_known():
     speed = {"tokens_per_second": 41200.4, "mfu_full": 0.401, "mfu_causal": 0.382, "step_seconds": 0.5}
-    parts = {"device_seconds": 0.485, "input_seconds": 0.01, "validation_seconds": 0.0, "checkpoint_seconds": 0.001}
+    parts = {
+        "device_seconds": 0.485,
+        "input_seconds": 0.01,
+        "validation_seconds": 0.0,
+        "suites_seconds": 0.0,
+        "checkpoint_seconds": 0.001,
+    }
     text = speed_text(speed | parts | {"host_seconds": 0.004})
     assert text == "41,200 tokens/s  MFU 40.1% full, 38.2% causal  device 97%, input 2%, host 1%"
     assert "MFU" not in speed_text(speed | parts | {"host_seconds": 0.0, "mfu_full": None})

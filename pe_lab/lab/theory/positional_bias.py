@@ -135,7 +135,7 @@ def measured_layer(
     projections = {name: block_params["attention"][name] for name in ("query", "key")}
     gradients, biases = jax.vmap(both, (None, 0, None))(projections, hidden, c)
     norms = {name: jnp.sqrt((g**2).sum((-3, -1))) for name, g in gradients.items()}  # [B, C, D, H, K]
-    output, _ = block(x, encoding, positions, None, structure.window)
+    output, *_ = block(x, encoding, positions, None, structure.window)
     return output, LayerMeasurement(hidden, weights, biases, norms["query"], norms["key"])
 
 
