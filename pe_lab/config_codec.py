@@ -69,6 +69,7 @@ def from_dict(kind: type, value: Any, where: str = "config") -> Any:
 
 
 @functools.cache
+@functools.cache
 def field_types(kind: type) -> dict[str, Any]:
     """The types of the fields of a dataclass."""
     try:
@@ -250,8 +251,9 @@ def to_json(value: Any) -> Any:
     Credentials in addresses are `redacted`: what is written has none, and no fingerprint depends on them.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        types = field_types(type(value))
         fields = {
-            f.name: to_json(getattr(value, f.name))
+            f.name: to_json(_as_declared(getattr(value, f.name), types[f.name]))
             for f in dataclasses.fields(value)
             if not (f.metadata.get("omit_default") and getattr(value, f.name) == f.default)
         }
@@ -262,3 +264,9 @@ def to_json(value: Any) -> Any:
     if isinstance(value, str):
         return redacted(value)
     return [to_json(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _as_declared(value: Any, declared: Any) -> Any:
+    """A whole number as a float where a float is declared, as `from_dict` reads it: both have one JSON."""
+    is_float = declared is float or (float in typing.get_args(declared) and int not in typing.get_args(declared))
+    return float(value) if is_float and type(value) is int else value

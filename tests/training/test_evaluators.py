@@ -1,0 +1,46 @@
+"""Suites inside training: their numbers by step, and their time in the ledger."""
+
+import pytest
+from tiny_runs import compilations_kept, records, tiny, train  # noqa: F401
+
+from pe_lab.errors import UserError
+from pe_lab.evaluate import main
+from pe_lab.training.evaluators import main_numbers
+
+OPTIONS = '{"tokens": 256, "windows": 4}'
+
+
+@pytest.mark.slow
+def test_a_run_measures_suites_as_an_evaluation_does(tmp_path, monkeypatch):
+    """8 s."""
+    keys = {"every_steps": "4", "factors": "[1,2]", "options": OPTIONS, "variants": '["as-trained","yarn"]'}
+    config = tiny(tmp_path / "recipe", **{f"evaluation__{key}": value for key, value in keys.items()})
+    train(config, tmp_path / "run")
+    measured = {}
+    for phase in config.phases:
+        logged = records(tmp_path / "run" / phase.name / "metrics.jsonl")
+        found = [one for one in logged if any(name.startswith("suite/") for name in one)]
+        assert [one["step"] for one in found][-1] == phase.steps and all(
+            one["step"] % 4 == 0 or one["step"] == phase.steps for one in found
+        )
+        measured[phase.name] = {k.removeprefix("suite/"): v for k, v in found[-1].items() if k.startswith("suite/")}
+    out = tmp_path / "evaluated"
+    assert main([f"--from={tmp_path / 'run'}", "--suite=needles", "--variants=as-trained", f"--out={out}"]) == 0
+    found = records(out / "needles.jsonl")
+    assert len(found) == 2  # the last phase, at two lengths
+    for one in found:
+        ((name, value),) = main_numbers([one]).items()
+        assert measured[one["phase"]][name] == pytest.approx(value, rel=1e-5), name
+
+
+def test_numbers_are_named_by_suite_length_source_and_variant():
+    one = {"suite": "needles", "length": 64, "source": "facts of a", "variant": "as trained", "accuracy": 0.5}
+    two = {"suite": "perplexity", "length": 128, "source": "prose", "variant": "YaRN", "perplexity": 12}
+    none = two | {"perplexity": None, "length": 256}
+    assert main_numbers([one, two, none]) == {"needles/64/facts of a": 0.5, "perplexity/128/prose/YaRN": 12.0}
+
+
+def test_a_suite_that_is_not_there_is_named(tmp_path):
+    config = tiny(tmp_path / "recipe", evaluation__every_steps="4", evaluation__suites='["perplexty"]')
+    with pytest.raises(UserError, match="there is no suite 'perplexty'"):
+        train(config, tmp_path / "run")
