@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pe_lab.analysis.analysis import items, whole
-from pe_lab.analysis.frequencies import METHODS, Settings, compute, incomplete_pairs
+from pe_lab.analysis.frequencies import COMPARED, Settings, compute, incomplete_pairs
 from pe_lab.analyze import ANALYSES, ELSEWHERE, load_analysis, main
 from pe_lab.errors import UserError
 from pe_lab.positional import Rope, frequencies
@@ -30,7 +30,7 @@ def numbers_at(directory: Path) -> dict:
 
 
 def gammas(numbers: dict) -> dict[tuple[float, str], list[float]]:
-    return {(c["factor"], c["method"]): c["gamma"] for c in numbers["scaling"]["curves"]}
+    return {(c["factor"], c["variant"]): c["gamma"] for c in numbers["scaling"]["curves"]}
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +53,11 @@ def test_scaling_factors_are_those_of_transformers(written):
     assert yarn[[9, 10, 20]] == pytest.approx([0.9615, 0.9231, 0.5385], abs=5e-5)
     assert ntk[[0, 1, 15, 30, 31]] == pytest.approx([1, 0.9779, 0.7151, 0.5113, 0.5], abs=5e-5)
     assert np.all(pi == 0.5)
-    attention = {c["method"]: c["attention_factor"] for c in numbers["scaling"]["curves"] if c["factor"] == 2}
+    attention = {c["variant"]: c["attention_factor"] for c in numbers["scaling"]["curves"] if c["factor"] == 2}
     assert attention == pytest.approx({"pi": 1, "ntk": 1, "yarn": 1.069315}, abs=5e-7)
 
 
-def test_all_methods_compress_the_slowest_pair_by_the_factor(written):
+def test_all_variants_compress_the_slowest_pair_by_the_factor(written):
     gamma = gammas(numbers_at(written))
     assert list(gamma) == [(s, name) for s in (2, 3, 4) for name in ("pi", "ntk", "yarn")]
     for (s, name), curve in gamma.items():
@@ -104,9 +104,9 @@ def test_cache_bytes_by_hand(written):
     assert at[0.5][4096] == 2_097_152
 
 
-def test_the_methods_that_came_later():
-    settings = Settings(factors=(2.0,), variants=tuple(METHODS))
-    curves = {curve.method: curve for curve in compute(settings).scaling}
+def test_the_variants_that_came_later():
+    settings = Settings(factors=(2.0,), variants=tuple(COMPARED))
+    curves = {curve.variant: curve for curve in compute(settings).scaling}
     for name, same in (("ntk_by_parts", "yarn"), ("dynamic_ntk", "ntk"), ("dynamic_yarn", "yarn")):
         if name in curves:
             assert curves[name].gamma == pytest.approx(curves[same].gamma)

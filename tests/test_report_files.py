@@ -198,13 +198,13 @@ def test_figures_of_runs_whose_names_are_alike_have_files_of_their_own(tmp_path)
     assert [row[0] for row in rows(made["index.csv"])[1:]] == [name for name in made if name != "index.csv"]
 
 
-def test_changes_of_a_run_are_a_table_and_marks_at_their_tokens(tmp_path):
+@pytest.mark.parametrize("what", ["continued with phases.0.steps 12 -> 24", "prolonged from 12 to 24 steps (hold)"])
+def test_changes_of_a_run_are_a_table_and_marks_at_their_tokens(what, tmp_path):
     run = make_run(tmp_path, evaluated=False, phases=PHASES[:1])
     known = json.loads((run / "run.json").read_text())
     change = {"time": "2026-03-02", "command": "python -m pe_lab.train", "keys": {"phases.0.steps": [12, 24]}}
     (run / "run.json").write_text(json.dumps(known | {"changes": [change]}))
     info = json.loads((run / "pretrain" / "phase.json").read_text())
-    what = "continued with phases.0.steps 12 -> 24"
     info["lineage"].insert(0, {"what": what, "step": 12, "path": "pretrain/checkpoints/12"})
     (run / "pretrain" / "phase.json").write_text(json.dumps(info))
     page = build_page(read_runs([run]))

@@ -41,7 +41,7 @@ for name, steps in (("pretrain", 8), ("recalibrate", 6)):
 """
 
 
-def test_a_sweep_is_run_continued_and_extended(recipe, tmp_path, monkeypatch, capsys):
+def test_a_sweep_is_run_continued_and_given_more_cells(recipe, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         SweepCell, "command", lambda cell, where: [sys.executable, "-S", "-c", STAND_IN, str(where / cell.name)]
     )

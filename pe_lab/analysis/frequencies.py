@@ -27,7 +27,7 @@ from pe_lab.results.formatting import size_text
 from pe_lab.results.table import TextTable
 
 # The display name of a scaling by its name in recipes.
-METHODS = {
+COMPARED = {
     "pi": "PI",
     "ntk": "NTK",
     "yarn": "YaRN",
@@ -53,7 +53,7 @@ class Settings:
       base: RoPE's base in these figures.
       length: the training length in these figures, in tokens.
       factors: the scaling factors s; the first one is also drawn alone.
-      variants: keys of `METHODS`.
+      variants: keys of `COMPARED`.
       cache_head_dim: channels of a head, in the figure of the cache; even.
       fractions: the shares of these channels that rotate, each in (0, 1].
     """
@@ -73,7 +73,7 @@ class Settings:
                 raise ConfigError(f"{name} is {value}; it must be even, from {least} to {MAX_HEAD_DIM}.")
         if not 1 <= self.length <= MAX_LENGTH:
             raise ConfigError(f"length is {self.length}; give the training length, 1 to {MAX_LENGTH} tokens.")
-        for name, most in (("factors", MAX_FACTORS), ("fractions", MAX_FRACTIONS), ("variants", len(METHODS))):
+        for name, most in (("factors", MAX_FACTORS), ("fractions", MAX_FRACTIONS), ("variants", len(COMPARED))):
             values = getattr(self, name)
             if not 1 <= len(values) <= most or len(set(values)) < len(values):
                 raise ConfigError(f"{name} holds {len(values)} values; give 1 to {most}, all different.")
@@ -83,9 +83,9 @@ class Settings:
         for fraction in self.fractions:
             if not 0 < fraction <= 1:
                 raise ConfigError(f"fractions holds {fraction:g}; each must lie above 0 and be at most 1.")
-        for method in self.variants:
-            if method not in METHODS:
-                raise ConfigError(f"variants: there is no '{method}'. {did_you_mean(method, list(METHODS))}")
+        for variant in self.variants:
+            if variant not in COMPARED:
+                raise ConfigError(f"variants: there is no '{variant}'. {did_you_mean(variant, list(COMPARED))}")
 
 
 @dataclass(frozen=True)
@@ -93,14 +93,14 @@ class ScalingCurve:
     """All pairs under one scaling.
 
     Attributes:
-      method: a key of `METHODS`.
+      variant: a key of `COMPARED`.
       factor: s.
       encoding: the description, as JSON.
       gamma: [R], a pair's new frequency over its old one; pair 0 is the fastest.
       attention_factor: multiplies cos and sin, and so logits by its square.
     """
 
-    method: str
+    variant: str
     factor: float
     encoding: dict[str, Any]
     gamma: tuple[float, ...]
@@ -108,7 +108,7 @@ class ScalingCurve:
 
     @property
     def label(self) -> str:
-        return METHODS[self.method]
+        return COMPARED[self.variant]
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class CacheCurve:
 
 @dataclass(frozen=True)
 class Numbers:
-    """The numbers of the figures: `scaling` has a curve for each factor and method, `cache` one for each fraction."""
+    """The numbers of the figures: `scaling` has a curve for each factor and variant, `cache` one for each fraction."""
 
     settings: Settings
     scaling: tuple[ScalingCurve, ...]
@@ -159,7 +159,7 @@ def compute(settings: Settings) -> Numbers:
       ConfigError: a description refuses its numbers (a base of 1), or none of the fractions rotates a channel.
     """
     trained = (settings.head_dim, settings.base, settings.length)
-    scaling = [scaling_curve(method, factor, *trained) for factor in settings.factors for method in settings.variants]
+    scaling = [scaling_curve(variant, factor, *trained) for factor in settings.factors for variant in settings.variants]
     cache = []
     for fraction in settings.fractions:
         # Partial RoPE's eq. 1, with the rotated channels instead of all channels.
@@ -171,12 +171,12 @@ def compute(settings: Settings) -> Numbers:
     return Numbers(settings, tuple(scaling), tuple(cache))
 
 
-def scaling_curve(method: str, factor: float, head_dim: int, base: float, length: int) -> ScalingCurve:
-    """One method at one factor: gamma_m = w'_m / w_m, DroPE's eq. 3 and 9 to 11.
+def scaling_curve(variant: str, factor: float, head_dim: int, base: float, length: int) -> ScalingCurve:
+    """One variant at one factor: gamma_m = w'_m / w_m, DroPE's eq. 3 and 9 to 11.
 
     Pairs count from 0 here, as m - 1 for the paper's m, "$m=1,\\dots,\\tfrac{d_{k}}{2}$".
     """
-    kind = SCALINGS[method]
+    kind = SCALINGS[variant]
     fields = {field.name for field in dataclasses.fields(kind)}
     # A dynamic scheme computes s from the length of the sequence, here factor * length tokens.
     values = {"factor": factor, "original_length": length}
@@ -185,7 +185,7 @@ def scaling_curve(method: str, factor: float, head_dim: int, base: float, length
     plain, _ = frequencies(Rope(base=base), head_dim)
     scaled, gain = frequencies(encoding, head_dim, length=round(factor * length))
     described = to_json(Layer(encoding))["encoding"]
-    return ScalingCurve(method, factor, described, tuple((scaled / plain).tolist()), float(gain[0]))
+    return ScalingCurve(variant, factor, described, tuple((scaled / plain).tolist()), float(gain[0]))
 
 
 def incomplete_pairs(inv_freq: Float[np.ndarray, " R"], length: int) -> int:
@@ -202,7 +202,7 @@ OPTIONS = {  # option -> how its text is read, its default, and its help
     "--base": (number, "1e4", "RoPE's base (default: %(default)s)"),
     "--length": (whole, "2048", "training length in tokens (default: %(default)s)"),
     "--factors": (numbers, "2,3,4", "scaling factors s (default: %(default)s); the first is also drawn alone"),
-    "--variants": (items, "pi,ntk,yarn", f"of {', '.join(METHODS)} (default: %(default)s)"),
+    "--variants": (items, "pi,ntk,yarn", f"of {', '.join(COMPARED)} (default: %(default)s)"),
     "--cache-head-dim": (whole, "256", "channels of a head, for the cache (default: %(default)s)"),
     "--fractions": (numbers, "0.01,0.1,0.25,0.5,0.75,1", "shares that rotate there (default: %(default)s)"),
 }
@@ -227,7 +227,7 @@ def tables(numbers: Numbers) -> tuple[TextTable, TextTable]:
     """The numbers at chosen pairs and lengths."""
     settings = numbers.settings
     pairs = telling_pairs(settings)
-    header = ("s", "method", "cos, sin x", *(f"pair {pair}" if pair == pairs[0] else str(pair) for pair in pairs))
+    header = ("s", "variant", "cos, sin x", *(f"pair {pair}" if pair == pairs[0] else str(pair) for pair in pairs))
     rows = tuple(
         (f"{curve.factor:g}", curve.label, f"{curve.attention_factor:.6f}", *(f"{curve.gamma[n]:.4f}" for n in pairs))
         for curve in numbers.scaling
@@ -255,7 +255,7 @@ def tables(numbers: Numbers) -> tuple[TextTable, TextTable]:
 
 
 def telling_pairs(settings: Settings) -> list[int]:
-    """The pairs at which the methods differ most: the ends, the middle, and YaRN's ramp."""
+    """The pairs at which the variants differ most: the ends, the middle, and YaRN's ramp."""
     pairs = settings.head_dim // 2
     bounds = Yarn(factor=1.0, original_length=settings.length).ramp_bounds(settings.base, settings.head_dim)
     low, high = (int(min(max(bound, 0), pairs)) for bound in bounds)

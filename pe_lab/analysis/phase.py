@@ -112,7 +112,7 @@ def largest_base(slowest: float, head_dim: int, distance: int = 1) -> float:
 # ---------------------------------------------------------------------------------------------------------------------
 # The range
 
-METHODS = ("as trained", "PI", "NTK", "YaRN")
+COMPARED = ("as trained", "PI", "NTK", "YaRN")
 FAR = 2**20  # a position at which rounding is measured, besides the training length and the longest target
 AROUND = 512  # positions up to a position, whose largest error is taken: that of one position may be small by chance
 PAPER = (1e4, 64, 32_000, 5)  # base, head_dim, length, and "at least five" pairs
@@ -126,7 +126,7 @@ class PhaseRotation:
       name, where, encoding: the description, the layers (and heads), and their encoding, for people.
       length: of training sequences; distances in a window are shorter: `reach`.
       trained: [R] radians per token at the training length; 0: unrotated.
-      targets: {(target length, method): [R]}.
+      targets: {(target length, variant): [R]}.
       window: of these layers.
     """
 
@@ -154,14 +154,14 @@ class PhaseRotation:
         """The number of rotating pairs that complete no cycle in sequences of `length` tokens, as trained."""
         return incomplete_pairs(self.trained[self.trained > 0], self.reach(length))
 
-    def outside(self, target: int, method: str) -> Bool[np.ndarray, " R"]:
-        """The pairs with phases outside their trained range in sequences of `target` tokens under a method."""
-        return outside(self.trained, self.targets[target, method], self.reach(self.length), self.reach(target))
+    def outside(self, target: int, variant: str) -> Bool[np.ndarray, " R"]:
+        """The pairs with phases outside their trained range in sequences of `target` tokens under a variant."""
+        return outside(self.trained, self.targets[target, variant], self.reach(self.length), self.reach(target))
 
-    def gamma(self, target: int, method: str) -> float:
-        """The largest factor of a method on a pair that completes no cycle in training; NaN if all complete one."""
+    def gamma(self, target: int, variant: str) -> float:
+        """The largest factor of a variant on a pair that completes no cycle in training; NaN if all complete one."""
         slow = (self.trained > 0) & (self.trained * self.reach(self.length) < 2 * math.pi)
-        return float((self.targets[target, method][slow] / self.trained[slow]).max()) if slow.any() else math.nan
+        return float((self.targets[target, variant][slow] / self.trained[slow]).max()) if slow.any() else math.nan
 
 
 def outside(
@@ -190,14 +190,14 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> Findings:
-    methods = tuple(dict.fromkeys([METHODS[0], *parse_variants(args.variants)]))
-    for method in methods:
-        if method not in METHODS:
+    variants = tuple(dict.fromkeys([COMPARED[0], *parse_variants(args.variants)]))
+    for variant in variants:
+        if variant not in COMPARED:
             raise ConfigError(
-                f"--variants={method.replace(' ', '-')} changes no frequency; give some of pi, ntk, yarn."
+                f"--variants={variant.replace(' ', '-')} changes no frequency; give some of pi, ntk, yarn."
             )
     sources = _described(args)
-    found = [rotation for one in sources for rotation in rotations(one, _targets(args, one), methods)]
+    found = [rotation for one in sources for rotation in rotations(one, _targets(args, one), variants)]
     found = [rotation for rotation in found if rotation.rotating]
     if not found:
         names = ", ".join(dict.fromkeys(one.name for one in sources))
@@ -209,16 +209,16 @@ def _run(args: argparse.Namespace) -> Findings:
         largest = {n: _largest_errors(rotation.trained, n) for n in at}
         figures += [_range_figure(rotation, suffix), _rounding_figure(rotation, largest, suffix)]
         numbers[f"inv_freq{suffix}"] = rotation.trained
-        for (target, method), scaled in rotation.targets.items():
-            numbers[f"inv_freq_{method.replace(' ', '_')}_{target}{suffix}"] = scaled
+        for (target, variant), scaled in rotation.targets.items():
+            numbers[f"inv_freq_{variant.replace(' ', '_')}_{target}{suffix}"] = scaled
         for n, errors in largest.items():
             numbers[f"rounding_{n}{suffix}"] = np.stack([errors[name] for name in COMPUTED])
             cells = [f"{errors[name].max():.1e}" for name in COMPUTED]
             bound = f"{product_bound(rotation.trained, n).max():.1e}" if n <= 2**24 else "-"
             rounding.append((rotation.title, f"{n:,}", *cells, bound))
-        sentences += _sentences(rotation, methods, largest[at[-1]], at[-1])
+        sentences += _sentences(rotation, variants, largest[at[-1]], at[-1])
     tables = (
-        *_range_tables(found, methods),
+        *_range_tables(found, variants),
         TextTable(
             f"Largest error of a phase in radians, of all pairs at the {AROUND} positions up to n",
             ("layers", "n", *COMPUTED, "bound of the product"),
@@ -227,7 +227,7 @@ def _run(args: argparse.Namespace) -> Findings:
         _precision_table(found),
     )
     shapes = {
-        "inv_freq": "[R] radians per token, as trained; with a method and a length: in sequences of that length",
+        "inv_freq": "[R] radians per token, as trained; with a variant and a length: in sequences of that length",
         "rounding": f"[{len(COMPUTED)}, R] {', '.join(COMPUTED)}; largest error in radians at positions up to n",
     }
     metadata = {"rotations": [{"title": one.title, "length": one.length} for one in found]}
@@ -270,24 +270,24 @@ def _targets(args: argparse.Namespace, one: DescribedModel) -> tuple[int, tuple[
 
 
 def rotations(
-    one: DescribedModel, lengths: tuple[int, Sequence[int]], methods: Sequence[str]
+    one: DescribedModel, lengths: tuple[int, Sequence[int]], variants: Sequence[str]
 ) -> Iterator[PhaseRotation]:
     """The distinct rotations of a model, in the order of layers and heads.
 
     Args:
       lengths: of training, and the targets.
-      methods: of `METHODS`.
+      variants: of `COMPARED`.
     """
     (length, targets), shape = lengths, one.model
 
-    def inv_freq(method: str, target: int) -> Float[np.ndarray, "N H R"]:
-        layers = layers_under(method, one.layers, target, length)
+    def inv_freq(variant: str, target: int) -> Float[np.ndarray, "N H R"]:
+        layers = layers_under(variant, one.layers, target, length)
         schedule = build_schedule(layers, shape.heads, shape.kv_heads, shape.head_dim, target)
         high, low = np.moveaxis(np.asarray(schedule.fixed_freq, np.float64), -1, 0)
         return (high + low * 2.0**-32) * 2.0**-32 * (2 * math.pi)
 
     trained = inv_freq("as trained", length)
-    scaled = {(n, method): inv_freq(method, n) for n in targets for method in methods}
+    scaled = {(n, variant): inv_freq(variant, n) for n in targets for variant in variants}
     places: dict[Any, list[tuple[int, int]]] = {}
     for n, layer in enumerate(one.layers):
         for h in range(shape.heads):
@@ -311,18 +311,18 @@ def _counted(count: int, total: int) -> str:
     return f"{count} ({count / total:.0%})"
 
 
-def _range_tables(found: Sequence[PhaseRotation], methods: Sequence[str]) -> tuple[TextTable, TextTable]:
+def _range_tables(found: Sequence[PhaseRotation], variants: Sequence[str]) -> tuple[TextTable, TextTable]:
     complete, scaled = [], []
     for one in found:
         lengths = sorted({n for n, _ in one.targets})
         cells = [f"{n:,}: {_counted(one.incomplete(n), one.rotating)}" for n in (one.length, *lengths)]
         complete.append((one.title, str(one.rotating), cells[0], "  ".join(cells[1:])))
         for target in lengths:
-            for method in methods:
-                count, gamma = int(one.outside(target, method).sum()), one.gamma(target, method)
+            for variant in variants:
+                count, gamma = int(one.outside(target, variant).sum()), one.gamma(target, variant)
                 needed = f"{one.reach(one.length) / one.reach(target):.4g}"
                 given = "-" if math.isnan(gamma) else f"{gamma:.4g}"
-                scaled.append((one.title, method, f"{target:,}", _counted(count, one.rotating), needed, given))
+                scaled.append((one.title, variant, f"{target:,}", _counted(count, one.rotating), needed, given))
     return (
         TextTable(
             "Rotating pairs that complete no cycle, as trained",
@@ -331,7 +331,7 @@ def _range_tables(found: Sequence[PhaseRotation], methods: Sequence[str]) -> tup
         ),
         TextTable(
             "Pairs with phases outside their trained range, and gamma: the largest factor on a pair without a cycle",
-            ("layers", "method", "target", "outside", "gamma needed", "gamma of the method"),
+            ("layers", "variant", "target", "outside", "gamma needed", "gamma of the variant"),
             tuple(scaled),
             words=2,
         ),
@@ -353,12 +353,12 @@ def _precision_table(found: Sequence[PhaseRotation]) -> TextTable:
 
 
 def _sentences(
-    one: PhaseRotation, methods: Sequence[str], errors: Mapping[str, np.ndarray], position: int
+    one: PhaseRotation, variants: Sequence[str], errors: Mapping[str, np.ndarray], position: int
 ) -> list[str]:
     target = min(n for n, _ in one.targets)
     slow, reach = one.incomplete(one.length), one.reach(one.length)
     product, rounded, fixed = (errors[name].max() for name in COMPUTED)
-    parts = [f"{method} {int(one.outside(target, method).sum())}" for method in methods]
+    parts = [f"{variant} {int(one.outside(target, variant).sum())}" for variant in variants]
     sentences = [
         f"{one.title}: {slow} of {one.rotating} rotating pairs complete no cycle in {reach:,} tokens. In sequences of "
         f"{target:,} tokens, pairs with phases outside the trained range are: {', '.join(parts)}. To keep all inside, "
@@ -378,18 +378,18 @@ def _sentences(
 
 
 def _range_figure(one: PhaseRotation, suffix: str) -> Figure:
-    """The phase at the end of a sequence, by pair, in cycles: as trained, and at each target under each method."""
+    """The phase at the end of a sequence, by pair, in cycles: as trained, and at each target under each variant."""
     shown = np.flatnonzero(one.trained > 0)
     x, end = shown.astype(np.float64), one.reach(one.length)
     trained = one.trained[shown] * end / (2 * math.pi)
     panels = []
-    for method in dict.fromkeys(method for _, method in one.targets):
+    for variant in dict.fromkeys(variant for _, variant in one.targets):
         lines = [Line(f"trained, {one.length:,} tokens", x, trained)]
         for target in sorted({n for n, _ in one.targets}):
-            cycles = one.targets[target, method][shown] * one.reach(target) / (2 * math.pi)
+            cycles = one.targets[target, variant][shown] * one.reach(target) / (2 * math.pi)
             lines.append(Line(f"{target:,} tokens", x, cycles))
         lines.append(Line("one cycle", x, np.ones_like(x)))
-        panels.append((method, tuple(lines)))
+        panels.append((variant, tuple(lines)))
     slow = shown[trained < 1]
     return LineCharts(
         f"phase_range{suffix}",

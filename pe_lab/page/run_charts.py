@@ -28,7 +28,7 @@ from pe_lab.results.variants import is_dropped
 LOSS = PlotAxis("loss (nats per token)")
 EVENTS = {"warn": "spike", "skip": "update skipped", "rewind": "rewound", "stop": "stopped"}
 # Entries of the lineage that change how a phase trains on, and begin like this.
-CHANGES = ("continued", "extended", "batch")
+CHANGES = ("continued", "prolonged")
 
 
 def encoding_name(phase: PhaseFiles) -> str:

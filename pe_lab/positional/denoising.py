@@ -27,8 +27,8 @@ Head = tuple[int, int]  # (layer, query head)
 
 # Methods by name: DoPE's, with each variant where its formulas and its text differ (docs/dope.md quotes both).
 DOPE: dict[str, tuple[str, dict[str, Any]]] = {
-    "all-nope": ("all", {"reading": "nope"}),
-    "all-uniform": ("all", {"reading": "uniform"}),
+    "all-nope": ("all", {"kind": "nope"}),
+    "all-uniform": ("all", {"kind": "uniform"}),
     "parts-fast": ("parts", {"keep": "fast"}),
     "parts-slow": ("parts", {"keep": "slow"}),
     "gaussian": ("gaussian", {}),
@@ -140,7 +140,7 @@ def dope_by_parts(
 
 
 def dope_by_all(
-    layers: Sequence[Layer], heads: Sequence[Head], reading: Literal["uniform", "nope"] = "nope"
+    layers: Sequence[Layer], heads: Sequence[Head], kind: Literal["uniform", "nope"] = "nope"
 ) -> tuple[Layer, ...]:
     """DoPE-by-all: chosen heads lose their whole encoding.
 
@@ -148,9 +148,9 @@ def dope_by_all(
     "have their entire positional encoding removed", "rather than completely zeroing out the head", makes it `nope`.
     """
     kinds: dict[str, HeadKind] = {"uniform": Uniform(), "nope": NoPE()}
-    if reading not in kinds:
-        raise ConfigError(f"reading is '{reading}'; it must be uniform (eq. 35) or nope (its text).")
-    return _edit(layers, heads, lambda head: kinds[reading])
+    if kind not in kinds:
+        raise ConfigError(f"kind is '{kind}'; it must be uniform (eq. 35) or nope (its text).")
+    return _edit(layers, heads, lambda head: kinds[kind])
 
 
 def dope_by_gaussian(
@@ -271,7 +271,7 @@ def denoise(
 ) -> tuple[Layer, ...]:
     """The layers with the heads that `select_heads` chooses denoised by one of DoPE's methods.
 
-    `options` are those of `dope_by_parts` (training_length, keep), `dope_by_all` (reading) or `dope_by_gaussian`
+    `options` are those of `dope_by_parts` (training_length, keep), `dope_by_all` (kind) or `dope_by_gaussian`
     (seed, sigma, one_seed).
     """
     methods: dict[str, Callable[..., tuple[Layer, ...]]] = {

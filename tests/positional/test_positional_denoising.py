@@ -285,7 +285,7 @@ def test_denoise_selects_and_edits():
     heads = select_heads(scores, 5, "descending")
     asked = {
         "parts": ({"training_length": 128, "keep": "slow"}, dope_by_parts(ROPES, heads, 128, "slow")),
-        "all": ({"reading": "uniform"}, dope_by_all(ROPES, heads, "uniform")),
+        "all": ({"kind": "uniform"}, dope_by_all(ROPES, heads, "uniform")),
         "gaussian": ({"seed": 3}, dope_by_gaussian(ROPES, heads, 3)),
     }
     for method, (options, expected) in asked.items():
@@ -348,12 +348,12 @@ def test_denoised_layers_survive_json_and_touch_only_the_chosen_heads(method, co
         (lambda: dope_by_parts(ROPES, [(0, 0)], 128, "low"), "Bands.keep is 'low'; it must be slow or fast"),
         (lambda: dope_by_parts(ROPES, [(0, 0)], 0), "training_length is 0; give the tokens of a training window"),
         (lambda: dope_by_parts(ROPES, [(0, 0)], -128), "training_length is -128"),
-        (lambda: dope_by_all(ROPES, [(0, 0)], "zero"), "reading is 'zero'; it must be uniform (eq. 35) or"),
+        (lambda: dope_by_all(ROPES, [(0, 0)], "zero"), "kind is 'zero'; it must be uniform (eq. 35) or"),
         (lambda: dope_by_gaussian(ROPES, [(0, 0)], -1), "seed is -1"),
         (lambda: denoise(ROPES, np.zeros((N, H)), "band", 1), "no method 'band'; it must be parts, all or gaussian"),
         (lambda: denoise(ROPES, np.zeros((N, H)), "all", 25), "count is 25; there are 24 heads to choose from"),
         (lambda: denoise(ROPES, np.zeros((N, H)), "all", 1, "up"), "order is 'up'"),
-        (lambda: denoise(ROPES, np.zeros((N, H)), "all", 1, reading="both"), "reading is 'both'"),
+        (lambda: denoise(ROPES, np.zeros((N, H)), "all", 1, kind="both"), "kind is 'both'"),
         (lambda: dope_by_all(ROPES, [(4, 0)]), "There is no layer 4 to denoise a head of; the layers are 0 to 3"),
         (lambda: dope_by_all(ROPES, [(-1, 0)]), "There is no layer -1 to denoise"),
         (lambda: denoise(ROPES, np.zeros((5, H)), "all", 30), "There are scores for 5 layers, and 4 layers to denoise"),
