@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,33 +75,31 @@ def suites(run: Run, phase: PhasePlan) -> Evaluator:
     variant as trained has no name; variants that are not possible for the phase's encodings are left out.
 
     Raises:
-      UserError: from the first measurement, for a suite, a variant or a length that is impossible.
+      UserError: there is no such suite or variant; from the first measurement, for one that is impossible here.
     """
     asked = run.config.evaluation
-    length, tokens = phase.config.sequence_length, phase.tokens_per_step
+    length = phase.config.sequence_length
     named = parse_variants(",".join(asked.variants)) if asked.variants else ()
     variants = [name for name in possible_variants(phase.layers, length) if name in named]
 
-    @functools.cache
-    def opened() -> LiveEvaluation:
-        return LiveEvaluation(
-            run.models[phase.index].config,
-            phase.layers,
-            length,
-            run.config.data,
-            parse_suites(",".join(asked.suites)) if asked.suites else None,
-            [factor * length for factor in asked.factors],
-            variants,
-            asked.options,
-            asked.seed,
-            run.tokenizer,
-            run.mesh,
-            run.config.name,
-            phase.name,
-        )
+    live = LiveEvaluation(
+        run.models[phase.index].config,
+        phase.layers,
+        length,
+        run.config.data,
+        parse_suites(",".join(asked.suites)) if asked.suites else None,
+        [factor * length for factor in asked.factors],
+        variants,
+        asked.options,
+        asked.seed,
+        run.tokenizer,
+        run.mesh,
+        run.config.name,
+        phase.name,
+    )
 
     def measure(step: int, params: Params) -> dict[str, float]:
-        return main_numbers(opened().measure(params, step, step * tokens))
+        return main_numbers(live.measure(params, step))
 
     return Evaluator("suites", measure, asked.every_steps, "suite/")
 
