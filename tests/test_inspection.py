@@ -49,7 +49,7 @@ def test_hidden_states_are_the_inputs_of_layers(lm):
     arrays = tuple(a[n] for a in layer_arrays(jax.tree.map(jnp.asarray, lm.schedule)))
     encoding = model.layer_encoding(arrays, lm.schedule.structure[n], jnp.arange(T)[None])
     block = model.block(jax.tree.map(lambda a: a[n], params["layers"]))
-    x, _ = block(jnp.asarray(hidden[n]), encoding, None, None, None, False)
+    x, _, _ = block(jnp.asarray(hidden[n]), encoding, None, None, None, False)
     logits = model.final_norm(params, x) @ model.unembedding(params).T
     np.testing.assert_allclose(logits, lm.logits(TOKENS), atol=2e-4)
     np.testing.assert_array_equal(lm.hidden_states(TOKENS, layers=[3, 1]), hidden[[1, 3]])
