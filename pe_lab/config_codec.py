@@ -56,7 +56,7 @@ def from_dict(kind: type, value: Any, where: str = "config") -> Any:
         return value
     hints = field_types(kind)
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{where} is {value!r}; it must be a set of keys: {', '.join(hints)}.")
+        raise ConfigError(f"{where} is {value!r}; it must be a set of keys: {', '.join(hints)}.{_literal(value)}")
     for key in value:
         _check_known(key, hints, where)
     without = [f.name for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING]
@@ -131,7 +131,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         return value
     if typing.get_origin(hint) is tuple:
         if not isinstance(value, list | tuple):
-            raise ConfigError(f"{where} is {value!r}; it must be a list.")
+            raise ConfigError(f"{where} is {value!r}; it must be a list.{_literal(value)}")
         items = typing.get_args(hint)
         items = (items[0],) * len(value) if items[-1] is Ellipsis else items
         if len(items) != len(value):
@@ -139,7 +139,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         return tuple(_convert(item, v, f"{where}[{i}]") for i, (item, v) in enumerate(zip(items, value, strict=True)))
     if typing.get_origin(hint) is not None:  # Mapping[str, Any]
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{where} is {value!r}; it must be a set of keys and values.")
+            raise ConfigError(f"{where} is {value!r}; it must be a set of keys and values.{_literal(value)}")
         return dict(value)
     if _kinds_of((hint,)):
         return _described((hint,), value, where)
@@ -156,6 +156,11 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
         raise ConfigError(f"{where} is {value!r}; it must be of type {hint.__name__}.")
     return value
+
+
+def _literal(value: Any) -> str:
+    """How to write a list or a dict on a command line, where text was given."""
+    return " Write it as a Python literal: names in quotes, {'key': 1} for a dict." if isinstance(value, str) else ""
 
 
 def with_descriptions(value: Any, where: str) -> Any:

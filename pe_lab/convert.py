@@ -180,7 +180,7 @@ def export_checkpoint(
             "PreTrainedTokenizerFast."
         )
     if not export.family.stock:
-        print(f"transformers has no {export.family.architecture}: DroPE's own code reads this.")
+        print(f"transformers has no {export.family.architecture}: the family's own code reads this.")
     else:
         print(report(export.config))
     with new_directory(to, "--to") as temporary:

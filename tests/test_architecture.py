@@ -1,4 +1,4 @@
-"""docs/architecture.md: every name in its walks is defined in the file it links to."""
+"""docs/architecture.md: every name in its walks is defined in the file it links to, and the core is short."""
 
 import ast
 import os
@@ -32,6 +32,16 @@ def test_every_name_is_where_the_page_says():
     assert len(links) > 50
     wrong = [f"{name} in {path}" for name, path, _ in links if name not in definitions(ROOT / path)]
     assert wrong == []
+
+
+def test_the_core_is_short():
+    """The spine and the companions that the reading order names, in lines."""
+    text = PAGE.read_text(encoding="utf-8")
+    order = text[text.index("## An order to read the core in") : text.index("## The way of a token")]
+    modules = re.findall(r"\]\(\.\./(pe_lab/[\w/]+\.py)\)", order)
+    lines = {path: len((ROOT / path).read_text(encoding="utf-8").splitlines()) for path in modules}
+    assert len(lines) > 20
+    assert sum(lines.values()) < 7000, lines
 
 
 def test_every_package_is_on_the_map():

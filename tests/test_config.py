@@ -82,6 +82,7 @@ def test_a_key_like_no_other_lists_what_is_allowed(tmp_path):
         ("model.dtype", "32", "type str"),
         ("model", "3", "it must be a set of keys: vocab_size"),
         ("phases", "3", "it must be a list"),
+        ("data.sources", "[dict(source='stdlib')]", "it must be a list. Write it as a Python literal"),
         ("phases.0.optimizer.learning_rate", "fast", r"config.phases\[0\].optimizer.learning_rate is 'fast'"),
         ("data.sources.0.options", "[1]", "it must be a set of keys and values"),
         ("evaluation.factors", "[1, 'x']", r"config.evaluation.factors\[1\] is 'x'"),

@@ -199,7 +199,6 @@ def write_checkpoint(
     model = source.model
     shapes = leaf_paths(Model(model, hooks=layer_hooks(source.layers, model.heads)).shapes)
     params = {leaf: _Piecewise(source, leaf, tuple(s.shape)) for leaf, s in shapes.items()}
-    ocp.type_handlers.register_type_handler(_Piecewise, _PiecewiseHandler(done), override=True)
     entry = lineage_entry(f"converted from {source.display_name}", new_id(), str(final / DIRECTORY / "0"), 0)
     written = metadata_of(
         model,
@@ -219,6 +218,7 @@ def write_checkpoint(
     path = (directory / DIRECTORY / "0").absolute()
     try:
         with quiet(), contextlib.closing(checkpointer(path)) as writer:
+            ocp.type_handlers.register_type_handler(_Piecewise, _PiecewiseHandler(done), override=True)
             writer.save(
                 path,
                 args=ocp.args.Composite(

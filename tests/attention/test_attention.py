@@ -11,7 +11,11 @@ from pe_lab.attention import IMPLEMENTATIONS, LayerEncoding, attention
 from pe_lab.errors import UserError
 from pe_lab.positional import alibi_slopes
 
-HERE = [name for name, one in IMPLEMENTATIONS.items() if "cpu" in one.capabilities.platforms]
+HERE = [
+    name
+    for name, one in IMPLEMENTATIONS.items()
+    if "cpu" in one.capabilities.platforms and one.capabilities.honours >= {"slopes", "segments", "windows"}
+]
 OTHERS = [name for name in HERE if name != "reference"]
 
 
