@@ -7,6 +7,7 @@ interval of two seeds all the same. Seeds whose scores are equal have the interv
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -107,14 +108,9 @@ def _names(groups: Sequence[Sequence[RunFiles]]) -> list[str]:
     return names
 
 
-def _beginning(names: Sequence[str]) -> str:
+def _beginning(names: list[str]) -> str:
     """What names have in common at their beginning, without the separator or the word `seed` behind it."""
-    shared = ""
-    for letters in zip(*names, strict=False):
-        if len(set(letters)) > 1:
-            break
-        shared += letters[0]
-    return shared.rstrip("-_.,=/ 0123456789").removesuffix("seed").rstrip("-_.,=/ ")
+    return os.path.commonprefix(names).rstrip("-_.,=/ 0123456789").removesuffix("seed").rstrip("-_.,=/ ")
 
 
 def _pool(name: str, members: tuple[RunFiles, ...]) -> RunFiles:
