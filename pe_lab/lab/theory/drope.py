@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from pe_lab.analysis.frequencies import incomplete_pairs
 from pe_lab.lab.theory import drope_models
-from pe_lab.lab.theory.positional_bias import positional_bias, positional_weights
+from pe_lab.lab.theory.drope_models import positional_bias, positional_weights
 from pe_lab.lab.theory.statement import Statement, statement
 from pe_lab.positional import NTK, PI, Llama3, Rope, Yarn, frequencies
 
