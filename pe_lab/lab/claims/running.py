@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
 import re
 import shlex
 import subprocess
@@ -15,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pe_lab.config import Config
 from pe_lab.errors import ConfigError, UserError
 from pe_lab.identity import config_hash
 from pe_lab.lab.claims.claim import Arm, Claim
@@ -23,7 +21,7 @@ from pe_lab.lab.claims.measures import scores
 from pe_lab.lab.claims.verdict import Values
 from pe_lab.lab.sweeps import Runner, Sweep, run_sweep
 from pe_lab.lab.sweeps.cells import FILE, LAST_PHASE, SweepCell, load_sweep
-from pe_lab.lab.sweeps.state import COMPLETE, FAILED, CellState, is_trained, phases_of
+from pe_lab.lab.sweeps.state import COMPLETE, FAILED, CellState, is_trained, phases_of, planned
 from pe_lab.recipes import explained, load_config
 from pe_lab.results.groups import SEEDS
 from pe_lab.results.records import digest, number
@@ -258,31 +256,13 @@ def costs(stages: Sequence[Stage]) -> dict[str, dict[str, float]]:
         for cell in stage.cells:
             arm = cell.setting["arm"]
             if arm not in found:
-                found[arm] = {**_planned(cell.config), "seconds": []}
+                found[arm] = {**planned(cell.config), "seconds": []}
             seconds = [_seconds(stage.sweep.directory / cell.name / phase.name) for phase in cell.config.phases]
             if all(seconds):
                 found[arm]["seconds"].append(sum(seconds))
     for each in found.values():
         each["seconds"] = sum(each["seconds"]) / len(each["seconds"]) if each["seconds"] else 0.0
     return found
-
-
-def _planned(config: Config) -> dict[str, float]:
-    """Parameters, tokens and FLOPs of a run, on the fewest devices that its mesh divides."""
-    from pe_lab.parallel.sharding import AXES
-    from pe_lab.parallel.topology import parse_topology
-    from pe_lab.planning.plan import make_plan
-
-    fixed = math.prod(max(getattr(config.mesh, axis), 1) for axis in AXES)
-    try:
-        plan = make_plan(config, parse_topology(f"h100:{fixed}" if fixed > 1 else "cpu:1"))
-    except UserError:
-        return dict.fromkeys(("parameters", "tokens", "flops"), math.nan)
-    return {
-        "parameters": plan.model.num_parameters,
-        "tokens": sum(phase.tokens for phase in plan.phases),
-        "flops": sum(phase.total_flops for phase in plan.phases),
-    }
 
 
 def _seconds(phase: AnyPath) -> float:
