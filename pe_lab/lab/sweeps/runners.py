@@ -178,7 +178,7 @@ class Local:
                 task = ready[1]
                 running.add(task.name)
                 try:
-                    ended = run_task(task, stop, slot.environment, slot.cpus, show=lambda line: None)
+                    status = run_task(task, stop, slot.environment, slot.cpus, show=lambda line: None)
                 except UserError as error:
                     refused.append(error)
                     continue
@@ -187,7 +187,7 @@ class Local:
                     return
                 finally:
                     running.discard(task.name)
-                if ended is None:
+                if status is None:
                     with lock:
                         waiting.append((time.monotonic() + AGAIN_SECONDS, task))
 
@@ -236,8 +236,7 @@ class CellJob:
         signal.signal(signal.SIGTERM, request)
         shield = ("sh", "-c", 'trap "" USR2; exec "$@"', "sh")
         evaluate = self.task.evaluate and [*shield, *self.task.evaluate]
-        outcome = run_task(dataclasses.replace(self.task, train=[*shield, *self.task.train], evaluate=evaluate), stop)
-        return None if outcome is None else outcome.status
+        return run_task(dataclasses.replace(self.task, train=[*shield, *self.task.train], evaluate=evaluate), stop)
 
     def checkpoint(self) -> Any:
         """Lets the cell save, and returns the same job, to be queued again."""
@@ -400,8 +399,7 @@ SAVE_SECONDS = 120.0  # that cells have to save
 
 def run_in_worker(task: CellTask) -> int | None:
     """Runs a cell in a worker of Ray; a cancellation is a KeyboardInterrupt, at which the cell saves and ends."""
-    outcome = run_task(task, Stop())
-    return None if outcome is None else outcome.status
+    return run_task(task, Stop())
 
 
 class Ray:

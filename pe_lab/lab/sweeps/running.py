@@ -75,14 +75,6 @@ class CellTask:
     cwd: str = ""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How the processes of a cell ended: the status of the last one, and the line that says why."""
-
-    status: int
-    error: str = ""
-
-
 class Stop:
     """Requests to stop. At the first, cells save and end; at the second they end at once.
 
@@ -149,8 +141,10 @@ def run_task(
     environment: Mapping[str, str | None] | None = None,
     cpus: frozenset[int] | None = None,
     show: Callable[[str], None] = print,
-) -> Outcome | None:
-    """Trains a cell, or continues it, and evaluates it; returns how it ended, None if another sweep holds its lease.
+) -> int | None:
+    """Trains a cell, or continues it, and evaluates it; returns the status of its last process.
+
+    None if another sweep holds its lease.
 
     A cell that is complete, or that another sweep has seen fail meanwhile, is left alone. If a process whose sweep was
     killed still trains the cell, this waits until it has ended.
@@ -174,12 +168,12 @@ def run_task(
         with lease(file_of(directory, task.name, "lease"), show, lose):
             outcome = read_outcome(directory, task.name)
             if is_complete(directory, task.name, task.phases, task.evaluation, outcome):
-                return Outcome(0)
+                return 0
             if outcome != task.before and has_failed(outcome):  # under another sweep, meanwhile
-                return Outcome(outcome["status"], str(outcome.get("error", "")))
+                return outcome["status"]
             while lease_is_live(directory / task.name / RUN_LEASE, show):
                 if stop.requests:
-                    return Outcome(os.EX_TEMPFAIL)
+                    return os.EX_TEMPFAIL
                 time.sleep(LOOK_SECONDS)
             return _run_stages(task, directory, begun, outcome, (stop, lost), environment or {}, cpus)
     except LeaseTaken:
@@ -194,7 +188,7 @@ def _run_stages(
     stops: Sequence[Stop],
     environment: Mapping[str, str | None],
     cpus: frozenset[int] | None,
-) -> Outcome:
+) -> int:
     """Trains and evaluates, and writes the outcome."""
     evaluated, status, error = list(before.get("evaluated") or []), 0, ""
     variables = {**os.environ, **environment, **dict.fromkeys(SEVERAL_PROCESSES)}
@@ -214,7 +208,7 @@ def _run_stages(
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
     record = {"status": status, "error": error, "seconds": round(time.monotonic() - begun, 1), "time": now}
     write_json(file_of(directory, task.name, "json"), {**record, "evaluated": evaluated})
-    return Outcome(status, error)
+    return status
 
 
 @contextlib.contextmanager
