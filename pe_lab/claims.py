@@ -190,8 +190,8 @@ def _costs(stages: Sequence[Stage]) -> str:
     rows = []
     for stage in stages:
         left = {cell.name for cell in unfinished(stage)}
-        for arm in dict.fromkeys(cell.setting["arm"] for cell in stage.cells):
-            cells = [cell for cell in stage.cells if cell.setting["arm"] == arm]
+        for arm in dict.fromkeys(cell.setting["arm"] for cell in stage.sweep.asked):
+            cells = [cell for cell in stage.sweep.asked if cell.setting["arm"] == arm]
             done = sum(cell.name not in left for cell in cells)
             rows.append([arm, f"{done} of {len(cells)}", *planned_texts(known[arm]), cells[0].reference])
         for arm in dict.fromkeys(arm for arm, _ in stage.edits):

@@ -11,25 +11,12 @@ from typing import Any
 
 from pe_lab.errors import ConfigError, DataError, UserError
 from pe_lab.lab.claims.claim import Arm, Claim, claims_directory
-from pe_lab.lab.claims.verdict import (
-    CONFIRMED,
-    EQUIVALENT,
-    OPEN,
-    REFUTED,
-    UNMEASURED,
-    UNTESTABLE,
-    Values,
-    arm_of,
-    judge,
-    number,
-)
+from pe_lab.lab.claims.verdict import UNMEASURED, UNTESTABLE, VERDICTS, Values, arm_of, judge, number
 from pe_lab.recipes import load_config
 from pe_lab.results.groups import SEEDS
 from pe_lab.results.records import as_dict, as_list, digest, finite, mappings
 from pe_lab.results.statistics import LEVEL, Mean, student
 from pe_lab.storage import AnyPath, is_file, read_json, write_json
-
-VERDICTS = (CONFIRMED, REFUTED, EQUIVALENT, OPEN, UNTESTABLE)
 
 
 def results_directory() -> Path:

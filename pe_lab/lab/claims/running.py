@@ -20,7 +20,7 @@ from pe_lab.lab.claims.claim import Arm, Claim
 from pe_lab.lab.claims.measures import scores
 from pe_lab.lab.claims.verdict import Values
 from pe_lab.lab.sweeps import Runner, Sweep, run_sweep
-from pe_lab.lab.sweeps.cells import FILE, LAST_PHASE, SweepCell, load_sweep
+from pe_lab.lab.sweeps.cells import FILE, LAST_PHASE, SweepCell, joined, load_sweep
 from pe_lab.lab.sweeps.state import COMPLETE, FAILED, CellState, is_trained, phases_of, planned
 from pe_lab.recipes import explained, load_config
 from pe_lab.results.groups import SEEDS
@@ -43,10 +43,6 @@ class Stage:
 
     sweep: Sweep
     edits: tuple[tuple[Arm, int], ...] = ()
-
-    @property
-    def cells(self) -> tuple[SweepCell, ...]:
-        return self.sweep.asked
 
 
 def make_stages(
@@ -79,18 +75,10 @@ def _make_stage(
                 raise type(error)(f"arm '{arm.name}': {error}") from None
             cells.append(SweepCell(name, {"arm": arm.name}, seed, reference, keys, config))
     described = {"recipe": f"claims-{size}", "overrides": dict(overrides), "grid": {"arm": []}, "seeds": []}
-    before = load_sweep(directory).cells if exists(directory / FILE) else ()
-    known = {cell.name: cell for cell in before}
-    for cell in cells:
-        if cell.name in known and config_hash(known[cell.name].config) != config_hash(cell.config):
-            raise ConfigError(
-                f"'{directory / cell.name}' is a run of arm '{cell.setting['arm']}' from before its recipe changed. "
-                "Move it away, or give another --workdir."
-            )
-    names = frozenset(cell.name for cell in cells)
-    others = [cell for cell in before if cell.name not in names]
     evaluation = None if claim.evaluation is None else (LAST_PHASE, *claim.evaluation)
-    return Stage(Sweep(directory, (*others, *cells), names, evaluation, described), tuple(edits))
+    sweep = Sweep(directory, tuple(cells), frozenset(cell.name for cell in cells), evaluation, described)
+    sweep = joined(sweep, load_sweep(directory)) if exists(directory / FILE) else sweep
+    return Stage(sweep, tuple(edits))
 
 
 def _edit(stage: Stage, show: Callable[[str], None]) -> None:
@@ -112,7 +100,7 @@ def _edit(stage: Stage, show: Callable[[str], None]) -> None:
 
 def unfinished(stage: Stage) -> list[SweepCell]:
     """The cells that are not trained."""
-    return [cell for cell in stage.cells if not is_trained(stage.sweep.directory / cell.name, phases_of(cell))]
+    return [cell for cell in stage.sweep.asked if not is_trained(stage.sweep.directory / cell.name, phases_of(cell))]
 
 
 def train(
@@ -147,7 +135,7 @@ def train(
             _edit(stage, show)
             stage = plan()[depth]
         for evaluated in (False, True):
-            names = frozenset(cell.name for cell in stage.cells if (cell.setting["arm"] in listed) == evaluated)
+            names = frozenset(cell.name for cell in stage.sweep.asked if (cell.setting["arm"] in listed) == evaluated)
             if not names:
                 continue
             sweep = dataclasses.replace(
@@ -177,7 +165,7 @@ def collect(claim: Claim, stages: Sequence[Stage], show: Callable[[str], None] =
     }
     for stage in stages:
         left = {cell.name for cell in unfinished(stage)}
-        for cell in stage.cells:
+        for cell in stage.sweep.asked:
             if cell.setting["arm"] not in listed or cell.name in left:
                 continue
             run, where = stage.sweep.directory / cell.name, stage.sweep.directory / "measures"
@@ -253,7 +241,7 @@ def costs(stages: Sequence[Stage]) -> dict[str, dict[str, float]]:
     """
     found: dict[str, dict[str, Any]] = {}
     for stage in stages:
-        for cell in stage.cells:
+        for cell in stage.sweep.asked:
             arm = cell.setting["arm"]
             if arm not in found:
                 found[arm] = {**planned(cell.config), "seconds": []}

@@ -36,6 +36,7 @@ MINUS = " - "  # between the two numbers of a difference
 CONFIRMED, EQUIVALENT, REFUTED, OPEN = "confirmed", "equivalent", "refuted", "not settled"
 UNMEASURED = "not measured"  # a criterion whose number the runs did not log
 UNTESTABLE = "not testable at this size"  # a claim with a precondition that is not met
+VERDICTS = (CONFIRMED, REFUTED, EQUIVALENT, OPEN, UNTESTABLE)
 Values = Mapping[str, Mapping[str, Mapping[int, float]]]  # {arm: {metric: {seed: value}}}
 
 

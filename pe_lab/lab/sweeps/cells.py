@@ -137,11 +137,14 @@ def make_sweep(
         "seeds": list(numbers),
     }
     options = None if evaluation is None else tuple(evaluation)
+    before = load_sweep(where) if exists(where / FILE) else None
+    if before is None:
+        _refuse_other(where)
+    else:  # runs that are there keep their names
+        names = {config_hash(cell.config): cell.name for cell in before.cells}
+        cells = [dataclasses.replace(cell, name=names.get(config_hash(cell.config), cell.name)) for cell in cells]
     sweep = Sweep(where, tuple(cells), frozenset(cell.name for cell in cells), options, description)
-    if exists(where / FILE):
-        return _joined(sweep, load_sweep(where))
-    _refuse_other(where)
-    return sweep
+    return joined(sweep, before) if before else sweep
 
 
 def _checked(
@@ -193,18 +196,26 @@ def _refuse_twins(cells: Sequence[SweepCell]) -> None:
             raise ConfigError(f"Two cells would have the directory '{cell.name}'. Take a value out of the grid.")
 
 
-def _joined(sweep: Sweep, before: Sweep) -> Sweep:
-    """The sweep with the cells that its directory has already; runs that are there keep their names.
+def joined(sweep: Sweep, before: Sweep) -> Sweep:
+    """The sweep with the cells that its directory has already.
 
     Raises:
       ConfigError: the directory is another sweep, or has another run of the name of a cell.
     """
-    _refuse_other_sweep(before, sweep)
-    asked = _with_known_names(sweep.asked, before)
-    names = frozenset(cell.name for cell in asked)
-    others = {cell.name: cell for cell in before.cells if cell.name not in names}
+    if sweep.asked:
+        _refuse_other_sweep(before, sweep)
+    others = {cell.name: cell for cell in before.cells}
+    for cell in sweep.asked:
+        there = others.pop(cell.name, cell)
+        if config_hash(there.config) != config_hash(cell.config):
+            differ = changed(to_json(there.config), cell.config)
+            keys = "; ".join(f"{key}: {old} there, {new} here" for key, (old, new) in list(differ.items())[:4])
+            raise ConfigError(
+                f"--workdir '{before.directory}' has a cell '{cell.name}' with another config ({keys}). A sweep may "
+                "add cells and changes none. Choose another --workdir."
+            )
     others |= {cell.name: cell for cell in sweep.cells if cell.name not in sweep.names}
-    return dataclasses.replace(sweep, cells=(*others.values(), *asked), names=names)
+    return dataclasses.replace(sweep, cells=(*others.values(), *sweep.asked))
 
 
 def _refuse_other_sweep(before: Sweep, sweep: Sweep) -> None:
@@ -237,24 +248,6 @@ def _fixed(description: Mapping[str, Any], varied: Collection[str], decisive: It
     return fixed
 
 
-def _with_known_names(cells: Sequence[SweepCell], before: Sweep) -> list[SweepCell]:
-    """The cells, under the names that a sweep's directory has for the same runs."""
-    known = {config_hash(cell.config): cell for cell in before.cells}
-    by_name = {cell.name: cell for cell in before.cells}
-    found = []
-    for cell in cells:
-        same = known.get(config_hash(cell.config))
-        if same is None and cell.name in by_name:
-            differ = changed(to_json(by_name[cell.name].config), cell.config)
-            keys = "; ".join(f"{key}: {old} there, {new} here" for key, (old, new) in list(differ.items())[:4])
-            raise ConfigError(
-                f"--workdir '{before.directory}' has a cell '{cell.name}' with another config ({keys}). A sweep may "
-                "add cells and changes none. Choose another --workdir."
-            )
-        found.append(dataclasses.replace(cell, name=same.name) if same else cell)
-    return found
-
-
 def _refuse_other(directory: AnyPath) -> None:
     """`ConfigError` for a directory that is neither new nor empty, and no sweep."""
     if not exists(directory):
@@ -281,7 +274,7 @@ def save_sweep(sweep: Sweep, command: str = "") -> Sweep:
     while True:
         found = read_bytes(path) if exists(path) else None
         if found is not None:
-            sweep = _joined(sweep, _read(sweep.directory, found))
+            sweep = joined(sweep, _read(sweep.directory, found))
         value = _to_json(sweep, command, json_object(found or b"") or {})
         content = (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
         if replace_file(path, content, found) if found is not None else create_file(path, content):

@@ -86,7 +86,7 @@ def claim(tmp_path, monkeypatch):
     monkeypatch.setattr(SweepCell, "command", command)
     # The stand-in leaves no checkpoints, of which only an edit of the encodings would need one.
     monkeypatch.setattr("pe_lab.training.plan.given_layers", lambda config: {})
-    monkeypatch.setattr("pe_lab.claims.draw", lambda result, form: b"drawn elsewhere")
+    monkeypatch.setattr("pe_lab.lab.claims.page.draw", lambda result, form: b"drawn elsewhere")
     return tmp_path
 
 
