@@ -22,7 +22,6 @@ from pe_lab.errors import ConfigError, redacted
 from pe_lab.lab.claims import page
 from pe_lab.lab.claims.claim import SIZES, Claim, claim_names, load_claim, load_claims
 from pe_lab.lab.claims.results import (
-    described,
     judge_again,
     make_result,
     read_result,
@@ -179,9 +178,8 @@ def _conclude(
     result = make_result(claim, args.size, seeds, values, costs(stages), redacted(shlex.join(line)), before)
     path = write_result(result, where)
     figures = storage.write_files({where / f"{claim.name}.{form}": page.draw(result, form) for form in ("png", "svg")})
-    rows = [[one["text"], described(one), one["outcome"]] for one in result["criteria"]]
-    rows += [[one["text"], described(one), "met" if one["met"] else "not met"] for one in result["preconditions"]]
-    shown = table(["criterion or precondition", "difference [95% interval]", "outcome"], rows, words=1)
+    header = ["criterion or precondition", "difference [95% interval]", "outcome"]
+    shown = table(header, page.outcome_rows(result), words=1)
     return f"{shown}\n{claim.name}: {result['verdict'].upper()}. {path} and {figures[0].name}"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import datetime
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from pe_lab.lab.claims.verdict import CONFIRMED, EQUIVALENT, OPEN, REFUTED, UNTE
 from pe_lab.page.figure_files import render_all
 from pe_lab.page.markup import Markup, element, folded
 from pe_lab.page.stylesheet import CSS
+from pe_lab.page.tables import plain_table
 from pe_lab.results.figures import Effect, Effects, Line, LineCharts
 from pe_lab.results.formatting import count
 from pe_lab.results.records import as_dict, mappings
@@ -43,6 +45,13 @@ def table_rows(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
             ]
         )
     return rows
+
+
+def outcome_rows(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """The sentence, the number and the outcome of each criterion, then of each precondition."""
+    found = [(one["text"], described(one), one["outcome"]) for one in mappings(result["criteria"])]
+    met = {True: "met", False: "not met"}
+    return found + [(one["text"], described(one), met[one["met"]]) for one in mappings(result["preconditions"])]
 
 
 def markdown(results: Sequence[Mapping[str, Any]], figures: str) -> str:
@@ -127,76 +136,51 @@ def html_page(results: Sequence[Mapping[str, Any]]) -> str:
         element("link", rel="icon", href="data:,"),
         element("style", Markup(CSS)),
     )
-    verdicts = [result["verdict"] for result in results]
-    counts = [element("div", element("dt", name), element("dd", str(verdicts.count(name)))) for name in LOOKS]
+    counts = Counter(result["verdict"] for result in results)
+    counted = [element("div", element("dt", name), element("dd", str(counts[name]))) for name in LOOKS]
     top = element(
         "header",
         element("p", "pe_lab claim", class_="kicker"),
         element("h1", "The claims of the papers, tested"),
-        element("dl", counts, class_="summary"),
+        element("dl", counted, class_="summary"),
     )
-    rows = [_html_row(result, row) for result, row in zip(results, table_rows(results), strict=True)]
-    main = element("main", element("h2", "Verdicts"), _html_table(HEADER, rows), *map(_html_section, results))
+    rows = []
+    for result, (sentence, paper, verdict, *rest) in zip(results, table_rows(results), strict=True):
+        link = element("a", sentence, href=f"#{result['claim']}", style="display:block;min-width:36ch")
+        rows.append([link, paper, _coloured(verdict), *rest])
+    verdicts = plain_table("Verdicts", HEADER, rows, words=HEADER[:5])
+    main = element("main", element("h2", "Verdicts"), verdicts, *map(_html_section, results))
     when = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="minutes")
     footer = element("footer", f"Made by pe_lab.claims on {when}.")
     return f"<!doctype html>\n{element('html', head, element('body', top, main, footer), lang='en')}\n"
 
 
-def _html_row(result: Mapping[str, Any], row: Sequence[str]) -> Markup:
-    """A row of the table at the top, whose sentence leads to its section."""
-    sentence, paper, verdict, difference, size, *numbers = row
-    link = element("a", sentence, href=f"#{result['claim']}")
-    cells = [element("td", link, class_="text", style="min-width:36ch"), _html_text(paper)]
-    cells += [_html_verdict(verdict), _html_text(difference), _html_text(size)]
-    return element("tr", cells, *(element("td", number) for number in numbers))
-
-
-def _html_text(words: str) -> Markup:
-    return element("td", words, class_="text")
-
-
-def _html_verdict(verdict: str) -> Markup:
-    return element("td", element("b", verdict, style=f"color:var(--{LOOKS.get(verdict, 'soft')})"), class_="text")
-
-
-def _html_table(header: Sequence[str], rows: Sequence[Markup]) -> Markup:
-    named = element("tr", *(element("th", cell, class_="text") for cell in header))
-    return element("div", element("table", element("thead", named), element("tbody", *rows)), class_="scroll")
+def _coloured(verdict: str) -> Markup:
+    return element("b", verdict, style=f"color:var(--{LOOKS.get(verdict, 'soft')})")
 
 
 def _html_section(result: Mapping[str, Any]) -> Markup:
     picture = base64.b64encode(draw(result, "png")).decode()
-    rows = [
-        element("tr", _html_text(one["text"]), _html_text(described(one)), _html_verdict(one["outcome"]))
-        for one in mappings(result["criteria"])
-    ]
-    rows += [
-        element("tr", *map(_html_text, (one["text"], described(one), "met" if one["met"] else "not met")))
-        for one in mappings(result["preconditions"])
-    ]
+    rows = [(text, found, _coloured(outcome)) for text, found, outcome in outcome_rows(result)]
     stated = [*mappings(result["criteria"]), *mappings(result["preconditions"])]
     rules = element("ul", *(element("li", element("code", one["rule"])) for one in stated))
-    about = f"{result['claim']} · {result['paper']} · {_scope(result)} · "
-    verdict = element("b", result["verdict"], style=f"color:var(--{LOOKS[result['verdict']]})")
+    seeds = len(result["seeds"])
+    scope = f"{seeds} seed{'s' * (seeds != 1)} at {result['size']} size"
+    about = f"{result['claim']} · {result['paper']} · {scope} · "
+    header = ("criterion or precondition", "difference, with its interval", "outcome")
     tried = " ".join(str(result["tried"]).split())
     return element(
         "section",
         element("h2", result["sentence"]),
-        element("p", about, verdict, class_="kicker"),
+        element("p", about, _coloured(result["verdict"]), class_="kicker"),
         element("img", src=f"data:image/png;base64,{picture}", alt=result["sentence"], style="max-width:100%"),
         element("blockquote", result["quote"]) if result["quote"] else None,
-        _html_table(("criterion or precondition", "difference, with its interval", "outcome"), rows),
+        plain_table(result["sentence"], header, rows),
         element("pre", result["command"], class_="command"),
         element("p", tried) if tried else None,
         folded("The rule", rules),
         id=result["claim"],
     )
-
-
-def _scope(result: Mapping[str, Any]) -> str:
-    """Its seeds and size in words."""
-    seeds = len(result["seeds"])
-    return f"{seeds} seed{'s' * (seeds != 1)} at {result['size']} size"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import re
 import shlex
@@ -169,21 +170,17 @@ def collect(claim: Claim, stages: Sequence[Stage], show: Callable[[str], None] =
             if cell.setting["arm"] not in listed or cell.name in left:
                 continue
             run, where = stage.sweep.directory / cell.name, stage.sweep.directory / "measures"
-            measures: dict[str, Mapping[str, float]] = {}
             if claim.measure is scores:
-                measures[cell.setting["arm"]] = scores(run)
-            if not measures:
-                path = where / claim.name / f"{cell.name}.json"
+                measures = {cell.setting["arm"]: scores(run)}
+            else:
                 key = [_code(claim.file, inspect.getfile(scores)), records_digest(run, claim.evaluation is not None)]
-                measures[cell.setting["arm"]] = _kept(
-                    path, cell, key, claim.file, lambda run=run: claim.measure(run), show
-                )
+                of_run = functools.partial(claim.measure, run)
+                measures = {cell.setting["arm"]: _kept(where / claim.name, cell, key, claim.file, of_run, show)}
             for name, reference in claim.references.items():
                 if reference.arm == cell.setting["arm"]:
-                    path, code = where / name / f"{cell.name}.json", inspect.getfile(reference.measure)
-                    measures[name] = _kept(
-                        path, cell, [_code(code)], code, lambda of=reference.measure, cell=cell: of(cell.config), show
-                    )
+                    code = inspect.getfile(reference.measure)
+                    of_config = functools.partial(reference.measure, cell.config)
+                    measures[name] = _kept(where / name, cell, [_code(code)], code, of_config, show)
             for name, found in measures.items():
                 for metric, value in found.items():
                     values[name].setdefault(metric, {})[int(cell.seed or 0)] = float(value)
@@ -211,23 +208,23 @@ def records_digest(run: AnyPath, evaluated: bool) -> str:
 
 
 def _kept(
-    path: AnyPath,
+    directory: AnyPath,
     cell: SweepCell,
     key: Sequence[str],
     code: str,
     measure: Callable[[], Mapping[str, float]],
     show: Callable[[str], None],
 ) -> Mapping[str, float]:
-    """The numbers of a cell from `path`, or measured and kept there.
+    """The numbers of a cell from its file in `directory`, or measured and kept there.
 
     Args:
       key: of all that they depend on, apart from the cell's config.
       code: the file that an error of `measure` is blamed on.
     """
-    key = [config_hash(cell.config), *key]
+    path, key = directory / f"{cell.name}.json", [config_hash(cell.config), *key]
     if is_file(path) and (known := read_json(path)).get("key") == key:
         return known["values"]
-    show(f"measuring {cell.name}: {path.parent.name}")
+    show(f"measuring {cell.name}: {directory.name}")
     with explained(code, "claim"):
         values = {name: float(value) for name, value in measure().items()}
     write_json(path, {"key": key, "values": values})

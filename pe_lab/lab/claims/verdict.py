@@ -14,10 +14,7 @@ Otherwise it is not settled. The interval has 95%; one within the margins is two
 confirming needs all of them, which is conservative by itself. A criterion against several numbers is compared with each
 of them: the best one of each seed would be better than all where all are equal, by the noise of the seeds.
 
-So a claim that one recipe gains over itself, under another name, is confirmed or refuted in fewer than 5 of 100
-claims, however many criteria there are; a claim that it is as good or equal is refuted in fewer than 5, and confirmed
-the more often, the wider its margin is beside the noise of the seeds. A difference that is exactly the margin is on
-either side in fewer than 3: tests/lab/claims/test_claim_verdict.py.
+How often it errs is in docs/claims.md, and counted in tests/lab/claims/test_claim_verdict.py.
 
 A precondition is judged by its mean over seeds, not by an interval: it is a bound on the model, not a claim about it.
 """

@@ -81,11 +81,6 @@ class Sweep:
         """The cells that this command asks for."""
         return tuple(cell for cell in self.cells if cell.name in self.names)
 
-    @property
-    def hash(self) -> str:
-        """Twelve hex digits that change with the config of any cell."""
-        return digest(sorted(config_hash(cell.config) for cell in self.cells))
-
     def evaluate_command(self, cell: SweepCell) -> list[str]:
         """The command that evaluates a cell: its run, or with `LAST_PHASE` among the options its last phase alone."""
         options = [one for one in self.evaluation or () if one != LAST_PHASE]
@@ -286,7 +281,7 @@ def _to_json(sweep: Sweep, command: str, before: Mapping[str, Any]) -> dict[str,
     commands = [one for one in before.get("commands", []) if isinstance(one, str)]
     described = {
         "created": before.get("created", now),
-        "config_hash": sweep.hash,
+        "config_hash": digest(sorted(config_hash(cell.config) for cell in sweep.cells)),
         "commands": [*commands, *([command] if command and command not in commands else [])],
         **sweep.description,
         "evaluation": sweep.evaluation,

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from pe_lab.errors import StoreError, excerpt, redacted
+from pe_lab.identity import LEASE_FILE
 from pe_lab.lab.sweeps.cells import Sweep, save_sweep
 from pe_lab.lab.sweeps.state import (
     COMPLETE,
@@ -42,7 +43,6 @@ from pe_lab.storage import (
     write_json,
 )
 
-RUN_LEASE = "lease.json"  # of pe_lab.train in a workdir
 WAIT_SECONDS, LOOK_SECONDS = 0.2, 1.0
 STORE_SECONDS = 30.0  # between two looks at cells on an object store, each of several requests
 # Through these, JAX would take a cell for one process of several.
@@ -171,7 +171,7 @@ def run_task(
                 return 0
             if outcome != task.before and has_failed(outcome):  # under another sweep, meanwhile
                 return outcome["status"]
-            while lease_is_live(directory / task.name / RUN_LEASE, show):
+            while lease_is_live(directory / task.name / LEASE_FILE, show):
                 if stop.requests:
                     return os.EX_TEMPFAIL
                 time.sleep(LOOK_SECONDS)
