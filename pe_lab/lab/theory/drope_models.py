@@ -571,11 +571,9 @@ def measured_layers(
     return found
 
 
-def embeddings_near_one_vector(
-    seed: int, deviations: Float[np.ndarray, " B"], tokens: int = LENGTH
-) -> Float[np.ndarray, "B T D"]:
+def embeddings_near_one_vector(seed: int, deviations: Float[np.ndarray, " B"]) -> Float[np.ndarray, "B T D"]:
     """Embedded random tokens: one common vector plus `deviation` times a vector of each token of the vocabulary."""
     rng = np.random.default_rng((seed, 34))
     common, own = rng.standard_normal(WIDTH), rng.standard_normal((VOCABULARY, WIDTH))
-    chosen = own[rng.integers(0, VOCABULARY, tokens)]
+    chosen = own[rng.integers(0, VOCABULARY, LENGTH)]
     return (common + np.asarray(deviations)[:, None, None] * chosen).astype(np.float32)

@@ -104,14 +104,14 @@ def proposition_3_1(
     )
 
 
-def z_scores(draws: Float[np.ndarray, "n T"], expected: float = 0.0) -> Float[np.ndarray, " T"]:
-    """(mean - expected) / standard error of n independent draws."""
-    return (draws.mean(0) - expected) / (draws.std(0, ddof=1) / math.sqrt(len(draws)))
+def z_scores(draws: Float[np.ndarray, "n T"]) -> Float[np.ndarray, " T"]:
+    """The mean over the standard error of n independent draws."""
+    return draws.mean(0) / (draws.std(0, ddof=1) / math.sqrt(len(draws)))
 
 
-def z_threshold(tests: int, false_alarm: float = FALSE_ALARM) -> float:
-    """The |z| that any of `tests` null hypotheses passes with probability of at most `false_alarm` (Bonferroni)."""
-    return NormalDist().inv_cdf(1 - false_alarm / (2 * tests))
+def z_threshold(tests: int) -> float:
+    """The |z| that any of `tests` null hypotheses passes with probability of at most `FALSE_ALARM` (Bonferroni)."""
+    return NormalDist().inv_cdf(1 - FALSE_ALARM / (2 * tests))
 
 
 def gaussian_logits(
