@@ -1,8 +1,8 @@
 """Mixes of RoPE and NoPE that are trained as they are, against a drop, with the same number of tokens."""
 
-from pe_lab.lab.claims import Claim, Criterion, losses, scores, together
+from pe_lab.lab.claims import Claim, losses, scores, together
 
-from .arms import FOUND, LATE_DROP, LENGTHS, NATS, NOPE, ROPE, TRIGRAM, beats_trigram, finds, near_rope, trained
+from .arms import LATE_DROP, NOPE, ROPE, TRIGRAM, at_each_length, beats_trigram, finds, near_rope, trained
 
 RNOPE = trained("rnope_swa", "method=rnope_swa")
 SWAN = trained("swan", "method=swan")
@@ -22,25 +22,14 @@ CLAIM = Claim(
     paper="ours: DroPE's Table 1 has RNoPE-SWA, on needles at 2x; the others came after it",
     arms=(ROPE, NOPE, LATE_DROP, RNOPE, SWAN, SSMAX),
     criteria=tuple(
-        Criterion(
-            f"needles at {x}x: dropped as good as each of them",
-            f"{LATE_DROP.name}: needles {x}x",
-            others(f"needles {x}x"),
-            tolerance=0.02,
-            unit=FOUND,
+        criterion
+        for metric, tolerance in (("needles {x}x", 0.02), ("text {x}x", 0.01))
+        for criterion in at_each_length(
+            f"{metric.replace(' ', ' at ')}: dropped as good as each of them",
+            f"{LATE_DROP.name}: {metric}",
+            *others(metric),
+            tolerance=tolerance,
         )
-        for x in LENGTHS
-    )
-    + tuple(
-        Criterion(
-            f"text at {x}x: dropped as good as each of them",
-            f"{LATE_DROP.name}: text {x}x",
-            others(f"text {x}x"),
-            lower=True,
-            tolerance=0.01,
-            unit=NATS,
-        )
-        for x in LENGTHS
     ),
     preconditions=(
         *(finds(name, words) for name, words in OTHERS.items()),

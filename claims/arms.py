@@ -1,11 +1,13 @@
-"""The arms and the preconditions that several claims share.
+"""The arms, the criteria and the preconditions that several claims share.
 
 An arm is trained once for each seed, however many claims use it.
 """
 
 from __future__ import annotations
 
-from pe_lab.lab.claims import Arm, Precondition, Reference, trigram
+from typing import Any
+
+from pe_lab.lab.claims import Arm, Criterion, Precondition, Reference, trigram
 
 RECIPE = "configs/claims.py"
 STEPS, RECALIBRATE = 4000, 1000  # as the recipe has them
@@ -58,6 +60,22 @@ TABLE_1 = {
 
 TRIGRAM = {"trigram": Reference("rope", trigram)}
 NATS, FOUND = "nats", "share of the needles"
+LOSS = "validation prose"
+
+
+def lower_loss(text: str, of: str, over: str, **margin: float) -> Criterion:
+    """The loss of one arm on prose is below that of another one, by a margin of `Criterion`."""
+    return Criterion(text, f"{of}: {LOSS}", (f"{over}: {LOSS}",), lower=True, unit=NATS, **margin)
+
+
+def at_each_length(text: str, of: str, *over: str, **margin: float) -> tuple[Criterion, ...]:
+    """A criterion on `text {x}x` or `needles {x}x` for each length beyond the training length, which stands for {x}."""
+    about: dict[str, Any] = {"lower": True, "unit": NATS} if ": text " in of else {"unit": FOUND}
+
+    def at(term: str, x: int) -> str:
+        return term.replace("{x}", str(x))
+
+    return tuple(Criterion(at(text, x), at(of, x), tuple(at(o, x) for o in over), **about, **margin) for x in LENGTHS)
 
 
 def near_rope(metric: str) -> Precondition:

@@ -2,9 +2,8 @@
 
 from pe_lab.lab.claims import Claim, Criterion, losses, scores, together
 
-from .arms import DROPE, NATS, ROPE, TRIGRAM, beats_trigram, child, trained
+from .arms import DROPE, LOSS, NATS, ROPE, TRIGRAM, beats_trigram, child, trained
 
-LOSS = "validation prose"
 DEPTHS = (2, 4, 16)  # and 8, the other claims' model
 ROPES = {d: trained(f"rope_{d}_layers", f"method=rope,layers={d}") for d in DEPTHS} | {8: ROPE}
 DROPES = {d: child(f"drope_{d}_layers", ROPES[d], f"method=nope,qk_norm=head,layers={d}") for d in DEPTHS} | {8: DROPE}

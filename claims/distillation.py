@@ -2,9 +2,8 @@
 
 from pe_lab.lab.claims import Claim, Criterion, losses, scores, together
 
-from .arms import DROPE, FOUND, NATS, RECALIBRATE, ROPE, child
+from .arms import DROPE, FOUND, LOSS, RECALIBRATE, ROPE, child, lower_loss
 
-LOSS = "validation prose"
 STEPS = RECALIBRATE * 3 // 4  # a step with a teacher costs 4/3 of one without
 PARTS = {
     "logits": "logits=1",
@@ -23,22 +22,8 @@ CLAIM = Claim(
     paper="ours",
     arms=(ROPE, DROPE, *ARMS.values()),
     criteria=(
-        Criterion(
-            "logits: lower loss on prose",
-            f"distil_logits: {LOSS}",
-            (f"drope: {LOSS}",),
-            lower=True,
-            by=0.005,
-            unit=NATS,
-        ),
-        Criterion(
-            "logits and hidden states: lower loss on prose",
-            f"distil_hidden: {LOSS}",
-            (f"drope: {LOSS}",),
-            lower=True,
-            by=0.005,
-            unit=NATS,
-        ),
+        lower_loss("logits: lower loss on prose", "distil_logits", "drope", by=0.005),
+        lower_loss("logits and hidden states: lower loss on prose", "distil_hidden", "drope", by=0.005),
         Criterion(
             "logits and hidden states: as many needles at 4x",
             "distil_hidden: needles 4x",

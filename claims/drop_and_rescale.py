@@ -1,8 +1,8 @@
 """Some layers dropped and YaRN on the others, against YaRN on all: both beyond the training length."""
 
-from pe_lab.lab.claims import Claim, Criterion, losses, scores, together
+from pe_lab.lab.claims import Claim, losses, scores, together
 
-from .arms import BUT_FOURTH, CHEAPEST_HALF, FOR_A_TENTH, FOUND, LENGTHS, NATS, ROPE_LONGER
+from .arms import BUT_FOURTH, CHEAPEST_HALF, FOR_A_TENTH, ROPE_LONGER, at_each_length
 
 ARMS = {"for 0.1 nats": FOR_A_TENTH, "the cheapest half": CHEAPEST_HALF, "all but every fourth": BUT_FOURTH}
 
@@ -12,26 +12,17 @@ CLAIM = Claim(
     paper="ours: SmolLM3 has no encoding on every fourth layer, and YaRN on the others",
     arms=(ROPE_LONGER, *ARMS.values()),
     criteria=(
-        *(
-            Criterion(
-                f"text at {x}x: layers dropped for 0.1 nats, the others under YaRN",
-                f"drop_for_0.1: text {x}x YaRN",
-                (f"rope_longer: text {x}x YaRN",),
-                lower=True,
-                by=0.01,
-                unit=NATS,
-            )
-            for x in LENGTHS
+        *at_each_length(
+            "text at {x}x: layers dropped for 0.1 nats, the others under YaRN",
+            "drop_for_0.1: text {x}x YaRN",
+            "rope_longer: text {x}x YaRN",
+            by=0.01,
         ),
-        *(
-            Criterion(
-                f"needles at {x}x: as many",
-                f"drop_for_0.1: needles {x}x YaRN",
-                (f"rope_longer: needles {x}x YaRN",),
-                tolerance=0.05,
-                unit=FOUND,
-            )
-            for x in LENGTHS
+        *at_each_length(
+            "needles at {x}x: as many",
+            "drop_for_0.1: needles {x}x YaRN",
+            "rope_longer: needles {x}x YaRN",
+            tolerance=0.05,
         ),
     ),
     measure=together(scores, losses),

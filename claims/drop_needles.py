@@ -1,8 +1,8 @@
 """DroPE's main claim, on its own measure."""
 
-from pe_lab.lab.claims import Claim, Criterion, Precondition, losses, scores, together
+from pe_lab.lab.claims import Claim, Precondition, losses, scores, together
 
-from .arms import DROPE, FOUND, LENGTHS, NOPE, ROPE, TABLE_1, TRIGRAM, beats_trigram, finds, near_rope, scaled
+from .arms import DROPE, LENGTHS, NOPE, ROPE, TABLE_1, TRIGRAM, at_each_length, beats_trigram, finds, near_rope, scaled
 
 BY = 0.02
 
@@ -14,15 +14,8 @@ CLAIM = Claim(
     "task.",
     paper="DroPE, section 5.1 on Table 1, at 2x; at 4x and 8x Table 10",
     arms=(ROPE, DROPE, NOPE),
-    criteria=tuple(
-        Criterion(
-            f"needles at {x}x: dropped above every alternative",
-            of=f"drope: needles {x}x",
-            over=scaled(f"needles {x}x"),
-            by=BY,
-            unit=FOUND,
-        )
-        for x in LENGTHS
+    criteria=at_each_length(
+        "needles at {x}x: dropped above every alternative", "drope: needles {x}x", *scaled("needles {x}x"), by=BY
     ),
     preconditions=(
         *(

@@ -1,24 +1,16 @@
 """What a drop does to text beyond the training length, which DroPE does not report of a dropped model."""
 
-from pe_lab.lab.claims import Claim, Criterion, Precondition, losses, scores, together
+from pe_lab.lab.claims import Claim, Precondition, losses, scores, together
 
-from .arms import DROPE, LENGTHS, NATS, NOPE, ROPE, TABLE_1, TRIGRAM, beats_trigram, near_rope, scaled
+from .arms import DROPE, NOPE, ROPE, TABLE_1, TRIGRAM, at_each_length, beats_trigram, near_rope, scaled
 
 CLAIM = Claim(
     sentence="A model that is dropped and recalibrated predicts text beyond its training length better than the same "
     "model with RoPE under PI, NTK, YaRN or a cropped context.",
     paper="ours: DroPE's Figure 5 has that YaRN and cropping keep their perplexity, and no claim that a drop lowers it",
     arms=(ROPE, DROPE, NOPE),
-    criteria=tuple(
-        Criterion(
-            f"text at {x}x: dropped below every alternative",
-            of=f"drope: text {x}x",
-            over=scaled(f"text {x}x"),
-            lower=True,
-            by=0.01,
-            unit=NATS,
-        )
-        for x in LENGTHS
+    criteria=at_each_length(
+        "text at {x}x: dropped below every alternative", "drope: text {x}x", *scaled("text {x}x"), by=0.01
     ),
     preconditions=(
         Precondition(

@@ -1,10 +1,9 @@
 """A drop over half of the recalibration against one at its beginning."""
 
-from pe_lab.lab.claims import Claim, Criterion, losses, scores, together
+from pe_lab.lab.claims import Claim, losses, scores, together
 
-from .arms import DROPE, NATS, ROPE, child
+from .arms import DROPE, LOSS, ROPE, child, lower_loss
 
-LOSS = "validation prose"
 WAYS = ("scale", "pairs", "layers")
 ARMS = {
     way: child(f"gradual_{way}", ROPE, f"method=nope,qk_norm=head,transition='until=0.5;how={way}'") for way in WAYS
@@ -15,17 +14,7 @@ CLAIM = Claim(
     "further than a sudden one.",
     paper="ours",
     arms=(ROPE, DROPE, *ARMS.values()),
-    criteria=tuple(
-        Criterion(
-            f"{way}: lower loss on prose",
-            f"gradual_{way}: {LOSS}",
-            (f"drope: {LOSS}",),
-            lower=True,
-            by=0.005,
-            unit=NATS,
-        )
-        for way in WAYS
-    ),
+    criteria=tuple(lower_loss(f"{way}: lower loss on prose", f"gradual_{way}", "drope", by=0.005) for way in WAYS),
     measure=together(scores, losses),
     curves={
         "loss on prose, nats": {

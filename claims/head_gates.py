@@ -1,10 +1,9 @@
 """Which heads should lose their encoding: learned by a gate on each."""
 
-from pe_lab.lab.claims import Arm, Claim, Criterion, losses, scores, together
+from pe_lab.lab.claims import Arm, Claim, losses, scores, together
 
-from .arms import DROPE, FOUND, LENGTHS, NATS, RECALIBRATE, RECIPE, ROPE, child
+from .arms import DROPE, RECALIBRATE, RECIPE, ROPE, at_each_length, child, lower_loss
 
-LOSS = "validation prose"
 HALF, QUARTER = RECALIBRATE // 2, RECALIBRATE // 4
 PRICE = "gated_rope:base=500,penalty_per_head=0.01"
 GATED = child("gated", ROPE, f"method='{PRICE}',steps={HALF}")
@@ -19,16 +18,12 @@ CLAIM = Claim(
     paper="ours",
     arms=(ROPE, DROPE, DROPPED),
     criteria=(
-        Criterion("lower loss on prose", f"drop_closed: {LOSS}", (f"drope: {LOSS}",), lower=True, by=0.01, unit=NATS),
-        *(
-            Criterion(
-                f"needles at {x}x: as many as all dropped",
-                f"drop_closed: needles {x}x",
-                (f"drope: needles {x}x",),
-                tolerance=0.05,
-                unit=FOUND,
-            )
-            for x in LENGTHS
+        lower_loss("lower loss on prose", "drop_closed", "drope", by=0.01),
+        *at_each_length(
+            "needles at {x}x: as many as all dropped",
+            "drop_closed: needles {x}x",
+            "drope: needles {x}x",
+            tolerance=0.05,
         ),
     ),
     measure=together(scores, losses),

@@ -1,11 +1,10 @@
 """When to drop: the same number of tokens, of which the last part is without positions."""
 
-from pe_lab.lab.claims import Claim, Criterion, losses, scores, together
+from pe_lab.lab.claims import Claim, losses, scores, together
 
-from .arms import LATE_DROP, NATS, NOPE, ROPE, STEPS, TRIGRAM, beats_trigram, child, near_rope
+from .arms import LATE_DROP, LOSS, NOPE, ROPE, STEPS, TRIGRAM, beats_trigram, child, lower_loss, near_rope
 
 HALF = child("drop_half", ROPE, f"method=nope,at={STEPS // 2},steps={STEPS - STEPS // 2}")
-LOSS = "validation prose"
 
 CLAIM = Claim(
     sentence="Of equally many tokens, a late drop is better than an early one, and both better than no positions from "
@@ -15,25 +14,9 @@ CLAIM = Claim(
     paper="DroPE, appendix D.1 on Table 6, whose 16K is RoPE, not dropped",
     arms=(ROPE, NOPE, HALF, LATE_DROP),
     criteria=(
-        Criterion(
-            "NoPE from scratch is worse than RoPE", f"rope: {LOSS}", (f"nope: {LOSS}",), lower=True, by=0.01, unit=NATS
-        ),
-        Criterion(
-            "dropped after half: better than NoPE",
-            f"drop_half: {LOSS}",
-            (f"nope: {LOSS}",),
-            lower=True,
-            by=0.01,
-            unit=NATS,
-        ),
-        Criterion(
-            "dropped after three quarters: better than after half",
-            f"drop_late: {LOSS}",
-            (f"drop_half: {LOSS}",),
-            lower=True,
-            by=0.01,
-            unit=NATS,
-        ),
+        lower_loss("NoPE from scratch is worse than RoPE", "rope", "nope", by=0.01),
+        lower_loss("dropped after half: better than NoPE", "drop_half", "nope", by=0.01),
+        lower_loss("dropped after three quarters: better than after half", "drop_late", "drop_half", by=0.01),
     ),
     preconditions=(near_rope(LOSS), beats_trigram("nope", "NoPE")),
     references=TRIGRAM,

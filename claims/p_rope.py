@@ -1,12 +1,11 @@
 """p-RoPE: which share of the frequencies should rotate."""
 
-from pe_lab.lab.claims import Claim, Criterion, losses
+from pe_lab.lab.claims import Claim, losses
 
-from .arms import NATS, NOPE, ROPE, TRIGRAM, beats_trigram, trained
+from .arms import LOSS, NOPE, ROPE, TRIGRAM, beats_trigram, lower_loss, trained
 
 P75 = trained("p_rope_75", "method=p_rope_75")
 P25 = trained("p_rope_25", "method=p_rope_25")
-LOSS = "validation prose"
 
 CLAIM = Claim(
     sentence="RoPE without its slowest quarter of frequencies (0.75-RoPE) is as good as RoPE; 0.25-RoPE is worse than "
@@ -18,30 +17,9 @@ CLAIM = Claim(
     paper="p-RoPE, section 6.1 on Table 2",
     arms=(NOPE, P25, P75, ROPE),
     criteria=(
-        Criterion(
-            "0.75-RoPE is as good as RoPE",
-            f"p_rope_75: {LOSS}",
-            (f"rope: {LOSS}",),
-            lower=True,
-            tolerance=0.01,
-            unit=NATS,
-        ),
-        Criterion(
-            "0.25-RoPE is worse than 0.75-RoPE",
-            f"p_rope_75: {LOSS}",
-            (f"p_rope_25: {LOSS}",),
-            lower=True,
-            by=0.005,
-            unit=NATS,
-        ),
-        Criterion(
-            "0.25-RoPE is better than NoPE",
-            f"p_rope_25: {LOSS}",
-            (f"nope: {LOSS}",),
-            lower=True,
-            by=0.005,
-            unit=NATS,
-        ),
+        lower_loss("0.75-RoPE is as good as RoPE", "p_rope_75", "rope", tolerance=0.01),
+        lower_loss("0.25-RoPE is worse than 0.75-RoPE", "p_rope_75", "p_rope_25", by=0.005),
+        lower_loss("0.25-RoPE is better than NoPE", "p_rope_25", "nope", by=0.005),
     ),
     preconditions=(beats_trigram("rope", "RoPE"),),
     references=TRIGRAM,

@@ -2,9 +2,8 @@
 
 from pe_lab.lab.claims import Arm, Claim, Criterion, Precondition, losses
 
-from .arms import DROPE, NATS, ROPE, child
+from .arms import DROPE, LOSS, NATS, ROPE, child, lower_loss
 
-LOSS = "validation prose"
 RATES = {"low": "3e-4", "mid": "3e-3", "high": "3e-2"}  # the paper's are 3e-5, 3e-4 and 1e-3, of a larger model
 PAPER = {"low": "3e-5", "mid": "3e-4", "high": "1e-3"}
 
@@ -28,13 +27,8 @@ CLAIM = Claim(
     paper="DroPE, appendix D.3 on Table 11",
     arms=(*WITH.values(), *WITHOUT.values()),
     criteria=(
-        Criterion(
-            "at the high rate, the loss with QK-norm is lower",
-            f"{WITH['high'].name}: {LOSS}",
-            (f"{WITHOUT['high'].name}: {LOSS}",),
-            lower=True,
-            by=0.02,
-            unit=NATS,
+        lower_loss(
+            "at the high rate, the loss with QK-norm is lower", WITH["high"].name, WITHOUT["high"].name, by=0.02
         ),
         Criterion(
             "with QK-norm, the high rate is the best",

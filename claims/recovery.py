@@ -1,10 +1,9 @@
 """How soon the loss is back after a drop."""
 
-from pe_lab.lab.claims import Claim, Criterion, losses
+from pe_lab.lab.claims import Claim, losses
 
-from .arms import DROPE, NATS, NOPE, RECALIBRATE, ROPE, STEPS, TRIGRAM, beats_trigram, child, near_rope
+from .arms import DROPE, LOSS, NOPE, RECALIBRATE, ROPE, STEPS, TRIGRAM, beats_trigram, child, lower_loss, near_rope
 
-LOSS = "validation prose"
 PAPER_STEPS = 16_000  # of the pretraining, at the paper's size
 BY_STEPS = {
     steps: child(f"drope_{steps}", ROPE, f"method=nope,qk_norm=head,steps={steps}")
@@ -20,17 +19,8 @@ CLAIM = Claim(
     paper="DroPE, Observation 3; for NoPE, Figure 2",
     arms=(ROPE, *BY_STEPS.values(), NOPE),
     criteria=(
-        Criterion(
-            "a fifth of the tokens brings the loss within 0.05 nats of RoPE's",
-            f"drope: {LOSS}",
-            (f"rope: {LOSS}",),
-            lower=True,
-            tolerance=0.05,
-            unit=NATS,
-        ),
-        Criterion(
-            "and below that of NoPE from scratch", f"drope: {LOSS}", (f"nope: {LOSS}",), lower=True, by=0.01, unit=NATS
-        ),
+        lower_loss("a fifth of the tokens brings the loss within 0.05 nats of RoPE's", "drope", "rope", tolerance=0.05),
+        lower_loss("and below that of NoPE from scratch", "drope", "nope", by=0.01),
     ),
     preconditions=(near_rope(LOSS), beats_trigram("nope", "NoPE")),
     references=TRIGRAM,

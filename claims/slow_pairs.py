@@ -7,9 +7,9 @@ from pe_lab.analysis.losses import Streams
 from pe_lab.analysis.sequences import symbol_windows, text_windows
 from pe_lab.evaluation.suites.logit_scale import fit_beta
 from pe_lab.evaluation.variants import Subject, layers_under
-from pe_lab.lab.claims import Claim, Criterion
+from pe_lab.lab.claims import Claim
 
-from .arms import DROPE, FOUND, LENGTHS, NATS, ROPE_LONGER, SLOW_HALF
+from .arms import DROPE, LENGTHS, ROPE_LONGER, SLOW_HALF, at_each_length
 
 TOKENS, FIT_TOKENS, WINDOWS = 32768, 8192, 32
 METHODS = ("as trained", "YaRN")
@@ -56,26 +56,17 @@ CLAIM = Claim(
     paper="ours: p-RoPE drops the slow pairs before pretraining",
     arms=(ROPE_LONGER, SLOW_HALF, DROPE),
     criteria=(
-        *(
-            Criterion(
-                f"text at {x}x: lower loss than under YaRN",
-                f"p_rope_after: text {x}x as trained, fitted",
-                (f"rope_longer: text {x}x YaRN, fitted",),
-                lower=True,
-                by=0.01,
-                unit=NATS,
-            )
-            for x in LENGTHS
+        *at_each_length(
+            "text at {x}x: lower loss than under YaRN",
+            "p_rope_after: text {x}x as trained, fitted",
+            "rope_longer: text {x}x YaRN, fitted",
+            by=0.01,
         ),
-        *(
-            Criterion(
-                f"needles at {x}x: as many as under YaRN",
-                f"p_rope_after: needles {x}x as trained, fitted",
-                (f"rope_longer: needles {x}x YaRN, fitted",),
-                tolerance=0.05,
-                unit=FOUND,
-            )
-            for x in LENGTHS
+        *at_each_length(
+            "needles at {x}x: as many as under YaRN",
+            "p_rope_after: needles {x}x as trained, fitted",
+            "rope_longer: needles {x}x YaRN, fitted",
+            tolerance=0.05,
         ),
     ),
     evaluation=None,

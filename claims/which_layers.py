@@ -1,10 +1,8 @@
 """Which layers should lose their encoding: at equal tokens of recalibration."""
 
-from pe_lab.lab.claims import Claim, Criterion, losses, scores, together
+from pe_lab.lab.claims import Claim, losses, scores, together
 
-from .arms import BUT_FOURTH, CHEAPEST_HALF, DROPE, FOR_A_TENTH, FOUND, LENGTHS, NATS, ROPE, SLOW_HALF
-
-LOSS = "validation prose"
+from .arms import BUT_FOURTH, CHEAPEST_HALF, DROPE, FOR_A_TENTH, ROPE, SLOW_HALF, at_each_length, lower_loss
 
 ARMS = {
     "the cheapest half": CHEAPEST_HALF,
@@ -19,34 +17,18 @@ CLAIM = Claim(
     paper="ours: SmolLM3 drops every fourth layer, p-RoPE the slow pairs",
     arms=(ROPE, DROPE, *ARMS.values()),
     criteria=(
-        Criterion(
-            "the cheapest half: lower loss on prose than all dropped",
-            f"drop_cheapest_half: {LOSS}",
-            (f"drope: {LOSS}",),
-            lower=True,
-            by=0.01,
-            unit=NATS,
+        lower_loss("the cheapest half: lower loss on prose than all dropped", "drop_cheapest_half", "drope", by=0.01),
+        *at_each_length(
+            "text at {x}x: the cheapest half is not worse than all dropped",
+            "drop_cheapest_half: text {x}x",
+            "drope: text {x}x",
+            tolerance=0.02,
         ),
-        *(
-            Criterion(
-                f"text at {x}x: the cheapest half is not worse than all dropped",
-                f"drop_cheapest_half: text {x}x",
-                (f"drope: text {x}x",),
-                lower=True,
-                tolerance=0.02,
-                unit=NATS,
-            )
-            for x in LENGTHS
-        ),
-        *(
-            Criterion(
-                f"needles at {x}x: the cheapest half finds as many as all dropped",
-                f"drop_cheapest_half: needles {x}x",
-                (f"drope: needles {x}x",),
-                tolerance=0.05,
-                unit=FOUND,
-            )
-            for x in LENGTHS
+        *at_each_length(
+            "needles at {x}x: the cheapest half finds as many as all dropped",
+            "drop_cheapest_half: needles {x}x",
+            "drope: needles {x}x",
+            tolerance=0.05,
         ),
     ),
     measure=together(scores, losses),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import math
 import os
 import re
 import shlex
@@ -22,9 +21,7 @@ from pe_lab import storage
 from pe_lab.errors import ConfigError, redacted
 from pe_lab.lab.claims import page
 from pe_lab.lab.claims.claim import SIZES, Claim, claim_names, load_claim, load_claims
-from pe_lab.lab.claims.figure import draw
 from pe_lab.lab.claims.results import (
-    described,
     judge_again,
     make_result,
     read_result,
@@ -45,9 +42,8 @@ from pe_lab.lab.claims.running import (
 )
 from pe_lab.lab.sweeps import parse_seeds
 from pe_lab.lab.sweeps.runners import make_runner, split_passed_on
-from pe_lab.lab.sweeps.state import Board, short
+from pe_lab.lab.sweeps.state import Board, planned_texts, short
 from pe_lab.recipes import split_overrides
-from pe_lab.results.formatting import count
 
 
 def parser() -> argparse.ArgumentParser:
@@ -181,10 +177,9 @@ def _conclude(
     before = before if before and before["size"] == args.size else None
     result = make_result(claim, args.size, seeds, values, costs(stages), redacted(shlex.join(line)), before)
     path = write_result(result, where)
-    figures = storage.write_files({where / f"{claim.name}.{form}": draw(result, form) for form in ("png", "svg")})
-    rows = [[one["text"], described(one), one["outcome"]] for one in result["criteria"]]
-    rows += [[one["text"], described(one), "met" if one["met"] else "not met"] for one in result["preconditions"]]
-    shown = table(["criterion or precondition", "difference [95% interval]", "outcome"], rows, words=1)
+    figures = storage.write_files({where / f"{claim.name}.{form}": page.draw(result, form) for form in ("png", "svg")})
+    header = ["criterion or precondition", "difference [95% interval]", "outcome"]
+    shown = table(header, page.outcome_rows(result), words=1)
     return f"{shown}\n{claim.name}: {result['verdict'].upper()}. {path} and {figures[0].name}"
 
 
@@ -193,14 +188,10 @@ def _costs(stages: Sequence[Stage]) -> str:
     rows = []
     for stage in stages:
         left = {cell.name for cell in unfinished(stage)}
-        for arm in dict.fromkeys(cell.setting["arm"] for cell in stage.cells):
-            cells = [cell for cell in stage.cells if cell.setting["arm"] == arm]
-            about = known[arm]
+        for arm in dict.fromkeys(cell.setting["arm"] for cell in stage.sweep.asked):
+            cells = [cell for cell in stage.sweep.asked if cell.setting["arm"] == arm]
             done = sum(cell.name not in left for cell in cells)
-            known_sizes = (about["parameters"], about["tokens"])
-            shown = ["?" if math.isnan(one) else count(one) for one in known_sizes]
-            shown.append("?" if math.isnan(about["flops"]) else f"{about['flops']:.2e}")
-            rows.append([arm, f"{done} of {len(cells)}", *shown, cells[0].reference])
+            rows.append([arm, f"{done} of {len(cells)}", *planned_texts(known[arm]), cells[0].reference])
         for arm in dict.fromkeys(arm for arm, _ in stage.edits):
             rows.append([arm.name, "0", "?", "?", "?", f"{arm.recipe} after surgery {arm.surgery}"])
     return table(["arm", "trained", "parameters", "tokens", "FLOPs a seed", "recipe"], rows, words=1)
@@ -228,7 +219,7 @@ def _judge_again(args: argparse.Namespace) -> int:
         result = judge_again(claim.at(before["size"]), before, others, args.judge.strip())
         results[claim.name] = result
         write_result(result, where)
-        storage.write_file(where / f"{claim.name}.png", draw(result, "png"))
+        storage.write_file(where / f"{claim.name}.png", page.draw(result, "png"))
         print(f"{claim.name}: {before['verdict']} -> {result['verdict']}")
     return 0
 

@@ -35,18 +35,17 @@ from pe_lab.lab.sweeps import (
     Sweep,
     load_sweep,
     make_sweep,
-    parse_axis,
+    parse_axes,
     parse_seeds,
     read_states,
     run_sweep,
     summarize,
 )
 from pe_lab.lab.sweeps.cells import FILE
-from pe_lab.lab.sweeps.results import shown, write_results
+from pe_lab.lab.sweeps.results import TRAINING, VALIDATION, shown, write_results
 from pe_lab.lab.sweeps.runners import make_runner, split_passed_on
 from pe_lab.lab.sweeps.running import exit_status
 from pe_lab.lab.sweeps.state import Board, cost, counts, failures
-from pe_lab.lab.sweeps.table import TRAINING, VALIDATION
 from pe_lab.recipes import split_overrides
 
 
@@ -107,7 +106,7 @@ def main(argv: Sequence[str]) -> int:
     before = set(external_files())
     sweep = make_sweep(
         args.config,
-        [parse_axis(text) for text in args.grid],
+        parse_axes(args.grid),
         () if args.seeds is None else parse_seeds(args.seeds),
         args.workdir or "",
         overrides,

@@ -173,7 +173,7 @@ def check(words: Sequence[str]) -> None:
     from pe_lab.analysis.dope import parse_grid
     from pe_lab.evaluation.command_line import parse_variants
     from pe_lab.evaluation.suites import parse_suites
-    from pe_lab.lab.sweeps import make_sweep, parse_axis, parse_seeds
+    from pe_lab.lab.sweeps import make_sweep, parse_axes, parse_seeds
     from pe_lab.recipes import load_config, split_overrides
     from pe_lab.training.plan import plan_phases
 
@@ -193,8 +193,9 @@ def check(words: Sequence[str]) -> None:
         if getattr(args, "grid", None) and kind == "pe_lab.analyze":
             parse_grid(args.grid, heads=32)
         if getattr(args, "grid", None) and kind == "pe_lab.sweep":
-            axes = [parse_axis(one) for one in args.grid]
-            make_sweep(args.config, axes, parse_seeds(args.seeds), "none", split_overrides(arguments)[1])
+            make_sweep(
+                args.config, parse_axes(args.grid), parse_seeds(args.seeds), "none", split_overrides(arguments)[1]
+            )
         if kind == "pe_lab.evaluate":
             parse_suites(args.suite or "perplexity")
             parse_variants(args.variants or "as-trained")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 
 from pe_lab.errors import DataError
 from pe_lab.results.figures import Figure, from_arrays, to_arrays
+from pe_lab.results.records import finite
 from pe_lab.results.table import TextTable
 from pe_lab.storage import AnyPath, read_bytes, read_json, write_files
 
@@ -74,18 +74,9 @@ def write_findings(out: AnyPath, name: str, findings: Findings, about: Mapping[s
         "shapes": findings.shapes,
         "metadata": findings.metadata,
     }
-    text = json.dumps(_plain(written), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+    text = json.dumps(finite(written, None), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
     files = {"analysis.json": text, "analysis.npz": packed(arrays), **findings.files}
     return write_files({out / file: data for file, data in files.items()}, "Give another --out.")
-
-
-def _plain(value: Any) -> Any:
-    """The value with null for the numbers that JSON cannot hold."""
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 @dataclass(frozen=True)

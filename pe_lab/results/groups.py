@@ -7,8 +7,9 @@ interval of two seeds all the same. Seeds whose scores are equal have the interv
 from __future__ import annotations
 
 import math
+import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from jaxtyping import Float
 
 from pe_lab.config import Config, from_dict
 from pe_lab.errors import UserError
-from pe_lab.identity import identity
+from pe_lab.identity import flat, identity
 from pe_lab.results.records import Record, as_dict, as_list, number
 from pe_lab.results.runs import PhaseFiles, RunFiles
 from pe_lab.results.scores import label_of, measure, source_of
@@ -25,17 +26,6 @@ from pe_lab.results.statistics import Z95, Mean, exp, interval, over_seeds, stud
 from pe_lab.results.table import Cell
 
 SEEDS = ("seed", "data.seed")  # keys of the identity
-
-
-def flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """(`a.b.0.c`, value) of every number, text and null in nested mappings and lists."""
-    if isinstance(value, list | tuple):
-        value = dict(enumerate(value))
-    if not isinstance(value, Mapping):
-        yield path, value
-        return
-    for key, item in value.items():
-        yield from flat(item, f"{path}.{key}" if path else str(key))
 
 
 def identity_of(run: RunFiles) -> dict[str, Any]:
@@ -107,14 +97,9 @@ def _names(groups: Sequence[Sequence[RunFiles]]) -> list[str]:
     return names
 
 
-def _beginning(names: Sequence[str]) -> str:
+def _beginning(names: list[str]) -> str:
     """What names have in common at their beginning, without the separator or the word `seed` behind it."""
-    shared = ""
-    for letters in zip(*names, strict=False):
-        if len(set(letters)) > 1:
-            break
-        shared += letters[0]
-    return shared.rstrip("-_.,=/ 0123456789").removesuffix("seed").rstrip("-_.,=/ ")
+    return os.path.commonprefix(names).rstrip("-_.,=/ 0123456789").removesuffix("seed").rstrip("-_.,=/ ")
 
 
 def _pool(name: str, members: tuple[RunFiles, ...]) -> RunFiles:

@@ -146,13 +146,14 @@ def merged(records: Sequence[Record], new: Mapping[tuple[Any, ...], Record]) -> 
     return [*kept, *rest.values()]
 
 
-def finite(value: Any) -> Any:
-    """The value with floats rounded to six decimals, and null for those that JSON cannot hold."""
+def finite(value: Any, digits: int | None = 6) -> Any:
+    """The value with floats rounded to `digits` decimals (None: not), and null for those that JSON cannot hold."""
     if isinstance(value, float):
-        return round(value, 6) if math.isfinite(value) else None
+        rounded = value if digits is None else round(value, digits)
+        return rounded if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {name: finite(item) for name, item in value.items()}
-    return [finite(item) for item in value] if isinstance(value, list | tuple) else value
+        return {name: finite(item, digits) for name, item in value.items()}
+    return [finite(item, digits) for item in value] if isinstance(value, list | tuple) else value
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -193,14 +194,11 @@ class SampleFile:
 
         new = [record for record in records if sample_key(record) not in self.records]
         if is_first() and new:
-            self._append(new)
+            if self._log is None:
+                self._log = AppendedLog(self.path, advice="Give another directory with --out.")
+            self._log.append(*new)
+            self._log.flush()
         self.records.update({sample_key(record): record for record in new})
-
-    def _append(self, new: Sequence[SampleRecord]) -> None:
-        if self._log is None:
-            self._log = AppendedLog(self.path, advice="Give another directory with --out.")
-        self._log.append(*new)
-        self._log.flush()
 
     def forget(self, unwanted: Sequence[tuple[Any, ...]]) -> None:
         """Removes records, so that their samples are answered again."""

@@ -252,15 +252,12 @@ def _read_phase(path: AnyPath, root: AnyPath, problems: list[str]) -> PhaseFiles
     trained = number(info, "steps") or log_exists(directory / "metrics.jsonl")  # surgery makes phases without steps
     metrics = _read_records(directory / "metrics.jsonl", root, problems) if trained else []
     speed = _read_records(directory / "speed.jsonl", root, [])  # of runs without it, nothing is missing
-    odd = [record for record in metrics if not all(_is_count(record.get(name)) for name in ("step", "tokens"))]
-    if odd:
-        name, value = next((n, odd[0][n]) for n in ("step", "tokens") if not _is_count(odd[0].get(n)))
+    if odd := [no_count for record in metrics if (no_count := _no_count(record))]:
         where = (directory / "metrics.jsonl").relative_to(root)
         problems.append(
-            f"{where}: {len(odd)} record(s) whose step or tokens are no count are left out (first: {name} "
-            f"{shortened(str(value), 30)})."
+            f"{where}: {len(odd)} record(s) whose step or tokens are no count are left out (first: {odd[0]})."
         )
-        metrics = [record for record in metrics if all(_is_count(record.get(name)) for name in ("step", "tokens"))]
+        metrics = [record for record in metrics if not _no_count(record)]
     # Behind the log of a phase that is being trained, or was killed. Of a complete one they are not asked for: a store
     # answers for each.
     saved = () if info.get("status") == "complete" else _saved_steps(directory / "checkpoints")
@@ -273,9 +270,14 @@ def _saved_steps(directory: AnyPath) -> tuple[int, ...]:
     return tuple(sorted(int(path.name) for path in steps if is_file(path / MANIFEST)))
 
 
-def _is_count(value: object) -> bool:
-    """Whether a value can be a number of steps or tokens, or is not known (None)."""
-    return value is None or (not isinstance(value, bool) and isinstance(value, int | float) and 0 <= value <= LARGEST)
+def _no_count(record: Record) -> str:
+    """The step or the tokens of a record that are known and can be no count, in words; "" of any other record."""
+    for name in ("step", "tokens"):
+        value = record.get(name)
+        known = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= LARGEST
+        if value is not None and not known:
+            return f"{name} {shortened(str(value), 30)}"
+    return ""
 
 
 def _read_analyses(paths: Sequence[AnyPath], problems: list[str]) -> dict[str, Written]:

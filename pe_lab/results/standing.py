@@ -46,15 +46,20 @@ def _cautions(run: RunFiles) -> Iterator[str]:
 
 def usable(run: RunFiles, table: Table) -> Table:
     """A table without the lengths at which a planned measurement is missing, or variants read different samples."""
-    keys = {column_of(run, unit).key for unit in _missing_of(run, table.suite, table.source) if column_of(run, unit)}
+    keys = set()
     for member in run.members or (run,):
+        for unit in _missing(member):
+            if unit.get("suite") == table.suite and unit.get("source") in (None, table.source):
+                keys |= {column.key for column in [column_of(run, unit)] if column}
         keys |= _mixed_columns(member).get((table.suite, table.source), set())
     return table.without(keys)
 
 
 def comparable(runs: Sequence[RunFiles], table: Table) -> Table:
     """A table of several runs without the lengths at which they, or the members of a group, read different samples."""
-    return table.without(mixed_lengths(_tables_of(runs, table.suite, table.source)))
+    members = [member for run in runs for member in run.members or (run,)]  # a group's mean has the settings of one
+    tables = [own for member in members for own in build_tables(table.suite, [member]) if own.source == table.source]
+    return table.without(mixed_lengths(tables))
 
 
 def not_compared(runs: Sequence[RunFiles], tables: Iterable[Table]) -> str:
@@ -149,11 +154,6 @@ def _missing(run: RunFiles) -> list[Record]:
     return list(found.values())
 
 
-def _missing_of(run: RunFiles, suite: str, source: str) -> list[Record]:
-    missing = [unit for member in run.members or (run,) for unit in _missing(member)]
-    return [one for one in missing if one.get("suite") == suite and one.get("source") in (None, source)]
-
-
 def _places(units: list[Record]) -> str:
     """`perplexity at 4× and 8×; needles at 8×`."""
     lengths: dict[str, dict[str, None]] = {}
@@ -191,12 +191,6 @@ def mixed_lengths(tables: Sequence[Table]) -> set[Hashable]:
                 common = {name: value for name, value in settings.items() if name not in OF_VARIANT}
                 chosen.setdefault(key, set()).add(json.dumps([common, cell.record.get("seed")], sort_keys=True))
     return {key for key, kinds in chosen.items() if len(kinds) > 1}
-
-
-def _tables_of(runs: Sequence[RunFiles], suite: str, source: str) -> list[Table]:
-    """The tables of a suite and source of each run; of a group those of its members: a mean has one's settings."""
-    members = [member for run in runs for member in run.members or (run,)]
-    return [table for member in members for table in build_tables(suite, [member]) if table.source == source]
 
 
 def _some(names: list[str]) -> str:

@@ -97,8 +97,8 @@ def spikes(directory: AnyPath) -> dict[str, float]:
     return found
 
 
-def lasting_spikes(losses: Float[np.ndarray, " n"], window: int, lasts: int, deviations: float = DEVIATIONS) -> int:
-    """How often `lasts` losses in a row lie above the running median by `deviations` robust standard deviations.
+def lasting_spikes(losses: Float[np.ndarray, " n"], window: int, lasts: int) -> int:
+    """How often `lasts` losses in a row lie above the running median by `DEVIATIONS` robust standard deviations.
 
     The median, and the deviation as 1.4826 times the median absolute deviation from it, are those of the last `window`
     losses that did not lie above: a jump is judged against what was before it, and counts once, however long it lasts.
@@ -110,7 +110,7 @@ def lasting_spikes(losses: Float[np.ndarray, " n"], window: int, lasts: int, dev
         middle = float(np.median(before)) if before else math.inf
         spread = 1.4826 * float(np.median(np.abs(np.asarray(before) - middle))) if before else 0.0
         judged = len(before) >= max(window, 2)
-        if not math.isfinite(loss) or (judged and loss > middle + deviations * spread):
+        if not math.isfinite(loss) or (judged and loss > middle + DEVIATIONS * spread):
             above += 1
             found += above == max(lasts, 1)
         else:

@@ -1,17 +1,23 @@
-"""The pages of all claims: docs/claims.md, and one HTML page."""
+"""What is shown of the results of claims: a figure of each, docs/claims.md, and one HTML page."""
 
 from __future__ import annotations
 
 import base64
 import datetime
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pe_lab.lab.claims.figure import draw
-from pe_lab.lab.claims.results import described, leading, rule_changes
+import numpy as np
+
+from pe_lab.lab.claims.results import described, effect, leading, point, rule_changes
 from pe_lab.lab.claims.verdict import CONFIRMED, EQUIVALENT, OPEN, REFUTED, UNTESTABLE
+from pe_lab.page.figure_files import render_all
 from pe_lab.page.markup import Markup, element, folded
 from pe_lab.page.stylesheet import CSS
+from pe_lab.page.tables import plain_table
+from pe_lab.results.figures import Effect, Effects, Line, LineCharts
 from pe_lab.results.formatting import count
 from pe_lab.results.records import as_dict, mappings
 from pe_lab.results.table import TextTable
@@ -39,6 +45,13 @@ def table_rows(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
             ]
         )
     return rows
+
+
+def outcome_rows(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """The sentence, the number and the outcome of each criterion, then of each precondition."""
+    found = [(one["text"], described(one), one["outcome"]) for one in mappings(result["criteria"])]
+    met = {True: "met", False: "not met"}
+    return found + [(one["text"], described(one), met[one["met"]]) for one in mappings(result["preconditions"])]
 
 
 def markdown(results: Sequence[Mapping[str, Any]], figures: str) -> str:
@@ -123,65 +136,46 @@ def html_page(results: Sequence[Mapping[str, Any]]) -> str:
         element("link", rel="icon", href="data:,"),
         element("style", Markup(CSS)),
     )
-    verdicts = [result["verdict"] for result in results]
-    counts = [element("div", element("dt", name), element("dd", str(verdicts.count(name)))) for name in LOOKS]
+    counts = Counter(result["verdict"] for result in results)
+    counted = [element("div", element("dt", name), element("dd", str(counts[name]))) for name in LOOKS]
     top = element(
         "header",
         element("p", "pe_lab claim", class_="kicker"),
         element("h1", "The claims of the papers, tested"),
-        element("dl", counts, class_="summary"),
+        element("dl", counted, class_="summary"),
     )
-    rows = [_html_row(result, row) for result, row in zip(results, table_rows(results), strict=True)]
-    main = element("main", element("h2", "Verdicts"), _html_table(HEADER, rows), *map(_html_section, results))
+    rows = []
+    for result, (sentence, paper, verdict, *rest) in zip(results, table_rows(results), strict=True):
+        link = element("a", sentence, href=f"#{result['claim']}", style="display:block;min-width:36ch")
+        rows.append([link, paper, _coloured(verdict), *rest])
+    verdicts = plain_table("Verdicts", HEADER, rows, words=HEADER[:5])
+    main = element("main", element("h2", "Verdicts"), verdicts, *map(_html_section, results))
     when = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="minutes")
     footer = element("footer", f"Made by pe_lab.claims on {when}.")
     return f"<!doctype html>\n{element('html', head, element('body', top, main, footer), lang='en')}\n"
 
 
-def _html_row(result: Mapping[str, Any], row: Sequence[str]) -> Markup:
-    """A row of the table at the top, whose sentence leads to its section."""
-    sentence, paper, verdict, difference, size, *numbers = row
-    link = element("a", sentence, href=f"#{result['claim']}")
-    cells = [element("td", link, class_="text", style="min-width:36ch"), _html_text(paper)]
-    cells += [_html_verdict(verdict), _html_text(difference), _html_text(size)]
-    return element("tr", cells, *(element("td", number) for number in numbers))
-
-
-def _html_text(words: str) -> Markup:
-    return element("td", words, class_="text")
-
-
-def _html_verdict(verdict: str) -> Markup:
-    return element("td", element("b", verdict, style=f"color:var(--{LOOKS.get(verdict, 'soft')})"), class_="text")
-
-
-def _html_table(header: Sequence[str], rows: Sequence[Markup]) -> Markup:
-    named = element("tr", *(element("th", cell, class_="text") for cell in header))
-    return element("div", element("table", element("thead", named), element("tbody", *rows)), class_="scroll")
+def _coloured(verdict: str) -> Markup:
+    return element("b", verdict, style=f"color:var(--{LOOKS.get(verdict, 'soft')})")
 
 
 def _html_section(result: Mapping[str, Any]) -> Markup:
     picture = base64.b64encode(draw(result, "png")).decode()
-    rows = [
-        element("tr", _html_text(one["text"]), _html_text(described(one)), _html_verdict(one["outcome"]))
-        for one in mappings(result["criteria"])
-    ]
-    rows += [
-        element("tr", *map(_html_text, (one["text"], described(one), "met" if one["met"] else "not met")))
-        for one in mappings(result["preconditions"])
-    ]
+    rows = [(text, found, _coloured(outcome)) for text, found, outcome in outcome_rows(result)]
     stated = [*mappings(result["criteria"]), *mappings(result["preconditions"])]
     rules = element("ul", *(element("li", element("code", one["rule"])) for one in stated))
-    about = f"{result['claim']} · {result['paper']} · {_scope(result)} · "
-    verdict = element("b", result["verdict"], style=f"color:var(--{LOOKS[result['verdict']]})")
+    seeds = len(result["seeds"])
+    scope = f"{seeds} seed{'s' * (seeds != 1)} at {result['size']} size"
+    about = f"{result['claim']} · {result['paper']} · {scope} · "
+    header = ("criterion or precondition", "difference, with its interval", "outcome")
     tried = " ".join(str(result["tried"]).split())
     return element(
         "section",
         element("h2", result["sentence"]),
-        element("p", about, verdict, class_="kicker"),
+        element("p", about, _coloured(result["verdict"]), class_="kicker"),
         element("img", src=f"data:image/png;base64,{picture}", alt=result["sentence"], style="max-width:100%"),
         element("blockquote", result["quote"]) if result["quote"] else None,
-        _html_table(("criterion or precondition", "difference, with its interval", "outcome"), rows),
+        plain_table(result["sentence"], header, rows),
         element("pre", result["command"], class_="command"),
         element("p", tried) if tried else None,
         folded("The rule", rules),
@@ -189,7 +183,80 @@ def _html_section(result: Mapping[str, Any]) -> Markup:
     )
 
 
-def _scope(result: Mapping[str, Any]) -> str:
-    """Its seeds and size in words."""
-    seeds = len(result["seeds"])
-    return f"{seeds} seed{'s' * (seeds != 1)} at {result['size']} size"
+# ---------------------------------------------------------------------------------------------------------------------
+# The figure: the numbers by length, with intervals over seeds, and the differences that decide
+
+COLOURS = {CONFIRMED: "#00805c", REFUTED: "#c04a00", EQUIVALENT: "#1f7cbd"}
+
+
+def draw(result: Mapping[str, Any], form: str) -> bytes:
+    """The figure of a result as the bytes of a `png` or `svg` file."""
+    curves = {panel: as_dict(lines) for panel, lines in as_dict(result.get("curves")).items()}
+    curves = {panel: lines for panel, lines in curves.items() if any(_has(result, term) for term in lines.values())}
+    units: dict[str, list[dict[str, Any]]] = {}
+    for one in mappings(result["criteria"]):
+        units.setdefault(str(one["unit"]), []).append(one)
+    figures = [_curves(result, panel, lines) for panel, lines in curves.items()]
+    effects = [_effects(unit, criteria) for unit, criteria in units.items()]
+    return render_all([figures, *([one] for one in effects)], form, _verdict(result))
+
+
+def _verdict(result: Mapping[str, Any]) -> str:
+    """The verdict, with the precondition that was not met."""
+    unmet = [one for one in mappings(result["preconditions"]) if not one["met"]]
+    why = f": not met: {unmet[0]['text']}; here {described(unmet[0])}" if result["verdict"] == UNTESTABLE else ""
+    return f"{result['verdict']}{why}"
+
+
+def _curves(result: Mapping[str, Any], panel: str, lines: Mapping[str, str]) -> LineCharts:
+    """A line for each term against what stands for {x} in it, or a point for each term without {x}."""
+    plain = {label: term for label, term in lines.items() if "{x}" not in term}
+    limits = (-0.05, 1.05) if panel.startswith("needles found") else None  # Student's t may go beyond 0 and 1
+    if plain:
+        found = {label: at for label, term in plain.items() if (at := point(result, term))}
+        numbers = np.array([at.numbers for at in found.values()])
+        drawn = (Line("", np.arange(float(len(found))), *numbers.T),)
+        return LineCharts(panel, panel, "", (("", drawn),), "", "", tuple(found), points=True, y_limits=limits)
+    drawn = []
+    for label, term in lines.items():
+        known = {x: at for x in _places(result, term) if (at := point(result, term.replace("{x}", f"{x:g}")))}
+        if known:
+            drawn.append(Line(label, np.array([*known]), *np.array([at.numbers for at in known.values()]).T))
+    places = sorted({x for line in drawn for x in line.x.tolist()})
+    log = bool(places) and 0 < 2 * places[0] < places[-1]  # a layer's number may be 0
+    name = "length / training length" if "by length" in panel else "layer" if "by layer" in panel else ""
+    return LineCharts(
+        panel, panel, "", (("", tuple(drawn)),), name, "", log_x=log, bars=True, x_ticks=tuple(places), y_limits=limits
+    )
+
+
+def _places(result: Mapping[str, Any], term: str) -> list[float]:
+    """The numbers that stand for {x} in a term, of the metrics that the result has."""
+    found = set()
+    head, _, tail = term.partition("{x}")
+    for arm, metrics in as_dict(result["values"]).items():
+        for metric in as_dict(metrics):
+            whole = f"{arm}: {metric}"
+            middle = whole[len(head) : len(whole) - len(tail)]
+            if whole.startswith(head) and whole.endswith(tail) and len(whole) > len(head) + len(tail):
+                try:
+                    found.add(float(middle))
+                except ValueError:
+                    continue
+    return sorted(found)
+
+
+def _has(result: Mapping[str, Any], term: str) -> bool:
+    """Whether the result has a number of a term, for some {x} where it has one."""
+    return bool(_places(result, term)) if "{x}" in term else point(result, term) is not None
+
+
+def _effects(unit: str, criteria: list[dict[str, Any]]) -> Effects:
+    """The differences of one unit on one axis, each with the interval that decided; right of 0 the claim holds."""
+    rows = []
+    for one in criteria:
+        numbers = (math.nan if one[key] is None else float(one[key]) for key in ("mean", "low", "high"))
+        margin = one["by"] or one["tolerance"] or one["within"]
+        marks = (-margin,) if one["tolerance"] else (-margin, margin)
+        rows.append(Effect(one["text"], *numbers, marks, effect(one), COLOURS.get(one["outcome"], "#777777")))
+    return Effects(unit, "", tuple(rows), f"{unit or 'difference'}: against the claim < 0 < for the claim")

@@ -11,28 +11,12 @@ from typing import Any
 
 from pe_lab.errors import ConfigError, DataError, UserError
 from pe_lab.lab.claims.claim import Arm, Claim, claims_directory
-from pe_lab.lab.claims.verdict import (
-    CONFIRMED,
-    EQUIVALENT,
-    OPEN,
-    REFUTED,
-    UNMEASURED,
-    UNTESTABLE,
-    CheckedPrecondition,
-    Judged,
-    Judgement,
-    Values,
-    arm_of,
-    judge,
-    number,
-)
+from pe_lab.lab.claims.verdict import UNMEASURED, UNTESTABLE, VERDICTS, Values, arm_of, judge, number
 from pe_lab.recipes import load_config
 from pe_lab.results.groups import SEEDS
 from pe_lab.results.records import as_dict, as_list, digest, finite, mappings
 from pe_lab.results.statistics import LEVEL, Mean, student
 from pe_lab.storage import AnyPath, is_file, read_json, write_json
-
-VERDICTS = (CONFIRMED, REFUTED, EQUIVALENT, OPEN, UNTESTABLE)
 
 
 def results_directory() -> Path:
@@ -63,14 +47,13 @@ def make_result(
     """
     from pe_lab.identity import machine, versions
 
-    judgement = judge(claim.criteria, values, claim.preconditions)
     seconds = sum(each["seconds"] * len(seeds) for each in costs.values())
     return finite(
         {
             "claim": claim.name,
             **_words(claim),
             "size": size,
-            **_judged(claim, judgement, len(seeds), before),
+            **_judged(claim, values, len(seeds), before),
             "seeds": list(seeds),
             "command": command,
             "minutes": seconds / 60,
@@ -119,7 +102,7 @@ def judge_again(
     taken: dict[str, Any] = {}
     known = {arm.name: arm for arm in claim.all_arms}
     for name in arms:
-        if name in values and name in known and not _same_arm(result, {"arms": {name: _recipe(known[name])}}, name):
+        if name in values and name in known and _recipe(arms[name]) != _recipe(vars(known[name])):
             raise ConfigError(f"claim '{claim.name}': arm '{name}' has another recipe than its runs. Run it again.")
     for name in (arm.name for arm in claim.arms):
         missing = _needed(claim, name) - set(values.get(name, {}))
@@ -142,8 +125,7 @@ def judge_again(
     for name, about in arms.items():
         about |= _at_paper_size(claim, name)
     now = {**result, **_words(claim), "arms": arms, "values": values}
-    judgement = judge(claim.criteria, _values(now), claim.preconditions, missing_is_unmeasured=True)
-    now |= _judged(claim, judgement, len(result["seeds"]), result, why)
+    now |= _judged(claim, _values(now), len(result["seeds"]), result, why, missing_is_unmeasured=True)
     return finite(now | ({"taken_from": taken} if taken else {}))
 
 
@@ -160,8 +142,8 @@ def _without_taken(result: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in result.items() if key != "taken_from"} | {"values": values, "arms": arms}
 
 
-def _recipe(arm: Arm) -> dict[str, str]:
-    return {"recipe": arm.recipe, "surgery": arm.surgery}
+def _recipe(arm: Mapping[str, Any]) -> tuple[object, object]:
+    return arm.get("recipe"), arm.get("surgery")
 
 
 def _references(claim: Claim) -> dict[str, dict[str, str]]:
@@ -189,7 +171,7 @@ def _with_numbers(
     found = []
     for other in map(_without_taken, others):
         if (
-            _same_arm(other, {"arms": {arm.name: _recipe(arm)}}, arm.name)
+            _recipe(as_dict(as_dict(other["arms"]).get(arm.name))) == _recipe(vars(arm))
             and metrics <= set(as_dict(other["values"].get(arm.name)))
             and (other["seeds"], other["size"]) == (result["seeds"], result["size"])
         ):
@@ -200,13 +182,6 @@ def _with_numbers(
     return best, share == 1
 
 
-def _same_arm(one: Mapping[str, Any], other: Mapping[str, Any], name: str) -> bool:
-    """Whether two results have an arm of a name, of the same recipe and surgery."""
-    both = [as_dict(as_dict(each["arms"]).get(name)) for each in (one, other)]
-    recipes = [(about.get("recipe"), about.get("surgery")) for about in both]
-    return all(both) and recipes[0] == recipes[1]
-
-
 def _share_of_equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
     """Of the numbers that two results have of arms of the same recipe, the share that is equal in all seeds; 0 of none.
 
@@ -214,12 +189,12 @@ def _share_of_equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
     all of the needles, are no evidence of the same runs, and are left out.
     """
     equal = []
-    for name in as_dict(one["arms"]):
-        if not _same_arm(one, other, name):
+    for name, about in as_dict(one["arms"]).items():
+        same = as_dict(as_dict(other["arms"]).get(name))
+        if _recipe(about) != _recipe(same):
             continue
-        seconds = [each["arms"][name].get("seconds") for each in (one, other)]
-        if all(seconds):
-            equal.append(seconds[0] == seconds[1])
+        if about.get("seconds") and same.get("seconds"):
+            equal.append(about["seconds"] == same["seconds"])
         theirs = as_dict(as_dict(other["values"]).get(name))
         for metric, listed in as_dict(as_dict(one["values"]).get(name)).items():
             if metric in theirs and not (listed == theirs[metric] and len(set(listed)) == 1):
@@ -248,20 +223,21 @@ def _words(claim: Claim) -> dict[str, Any]:
 
 
 def _judged(
-    claim: Claim, judgement: Judgement, seeds: int, before: Mapping[str, Any] | None, why: str = ""
+    claim: Claim,
+    values: Values,
+    seeds: int,
+    before: Mapping[str, Any] | None,
+    why: str = "",
+    missing_is_unmeasured: bool = False,
 ) -> dict[str, Any]:
     """Verdict, criteria, preconditions and history as JSON."""
+    criteria, verdict, preconditions = judge(claim.criteria, values, claim.preconditions, missing_is_unmeasured)
     history = mappings((before or {}).get("history"))
     last = history[-1] if history else {}
-    if last.get("rule") != claim.rule or (why and last.get("verdict") != judgement.verdict):
+    if last.get("rule") != claim.rule or (why and last.get("verdict") != verdict):
         history = [*history, {"time": _now(), "rule": claim.rule} | ({"why": why} if why else {})]
-    history[-1] = {**history[-1], "verdict": judgement.verdict, "seeds": seeds}
-    return {
-        "verdict": judgement.verdict,
-        "criteria": [_criterion(one) for one in judgement.judged],
-        "preconditions": [_precondition(one) for one in judgement.checked],
-        "history": history,
-    }
+    history[-1] = {**history[-1], "verdict": verdict, "seeds": seeds}
+    return {"verdict": verdict, "criteria": criteria, "preconditions": preconditions, "history": history}
 
 
 def _now() -> str:
@@ -269,46 +245,13 @@ def _now() -> str:
 
 
 def _at_paper_size(claim: Claim, arm: str) -> dict[str, str]:
+    """The recipe at the paper's size, and what it says it costs; "" without one."""
     recipe = claim.recipes.get(arm, "")
-    return {"paper": recipe, "paper_cost": _paper_cost(recipe)}
-
-
-def _paper_cost(recipe: str) -> str:
-    """What the recipe at the paper's size says it costs; "" without one."""
     try:
-        return load_config(recipe).notes.cost if recipe else ""
+        cost = load_config(recipe).notes.cost if recipe else ""
     except UserError:  # it takes its model from a checkpoint that is not here
-        return ""
-
-
-def _criterion(judged: Judged) -> dict[str, Any]:
-    criterion = judged.criterion
-    return {
-        "text": criterion.text,
-        "rule": criterion.rule,
-        "outcome": judged.outcome,
-        "against": judged.against,
-        "mean": judged.found.mean,
-        "low": judged.found.low,
-        "high": judged.found.high,
-        "level": judged.level,
-        "by": criterion.by,
-        "tolerance": criterion.tolerance,
-        "within": criterion.within,
-        "unit": criterion.unit,
-        "seeds": len(judged.differences),
-    }
-
-
-def _precondition(checked: CheckedPrecondition) -> dict[str, Any]:
-    return {
-        "text": checked.precondition.text,
-        "rule": checked.precondition.rule,
-        "mean": checked.found.mean,
-        "low": checked.found.low,
-        "high": checked.found.high,
-        "met": checked.met,
-    }
+        cost = ""
+    return {"paper": recipe, "paper_cost": cost}
 
 
 def write_result(result: Mapping[str, Any], directory: AnyPath) -> AnyPath:

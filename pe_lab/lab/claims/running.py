@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
-import math
 import re
 import shlex
 import subprocess
@@ -15,15 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pe_lab.config import Config
 from pe_lab.errors import ConfigError, UserError
 from pe_lab.identity import config_hash
 from pe_lab.lab.claims.claim import Arm, Claim
 from pe_lab.lab.claims.measures import scores
 from pe_lab.lab.claims.verdict import Values
 from pe_lab.lab.sweeps import Runner, Sweep, run_sweep
-from pe_lab.lab.sweeps.cells import FILE, LAST_PHASE, SweepCell, load_sweep
-from pe_lab.lab.sweeps.state import COMPLETE, FAILED, CellState, is_trained, phases_of
+from pe_lab.lab.sweeps.cells import FILE, LAST_PHASE, SweepCell, joined, load_sweep
+from pe_lab.lab.sweeps.state import COMPLETE, FAILED, CellState, is_trained, phases_of, planned
 from pe_lab.recipes import explained, load_config
 from pe_lab.results.groups import SEEDS
 from pe_lab.results.records import digest, number
@@ -45,10 +44,6 @@ class Stage:
 
     sweep: Sweep
     edits: tuple[tuple[Arm, int], ...] = ()
-
-    @property
-    def cells(self) -> tuple[SweepCell, ...]:
-        return self.sweep.asked
 
 
 def make_stages(
@@ -81,18 +76,10 @@ def _make_stage(
                 raise type(error)(f"arm '{arm.name}': {error}") from None
             cells.append(SweepCell(name, {"arm": arm.name}, seed, reference, keys, config))
     described = {"recipe": f"claims-{size}", "overrides": dict(overrides), "grid": {"arm": []}, "seeds": []}
-    before = load_sweep(directory).cells if exists(directory / FILE) else ()
-    known = {cell.name: cell for cell in before}
-    for cell in cells:
-        if cell.name in known and config_hash(known[cell.name].config) != config_hash(cell.config):
-            raise ConfigError(
-                f"'{directory / cell.name}' is a run of arm '{cell.setting['arm']}' from before its recipe changed. "
-                "Move it away, or give another --workdir."
-            )
-    names = frozenset(cell.name for cell in cells)
-    others = [cell for cell in before if cell.name not in names]
     evaluation = None if claim.evaluation is None else (LAST_PHASE, *claim.evaluation)
-    return Stage(Sweep(directory, (*others, *cells), names, evaluation, described), tuple(edits))
+    sweep = Sweep(directory, tuple(cells), frozenset(cell.name for cell in cells), evaluation, described)
+    sweep = joined(sweep, load_sweep(directory)) if exists(directory / FILE) else sweep
+    return Stage(sweep, tuple(edits))
 
 
 def _edit(stage: Stage, show: Callable[[str], None]) -> None:
@@ -114,7 +101,7 @@ def _edit(stage: Stage, show: Callable[[str], None]) -> None:
 
 def unfinished(stage: Stage) -> list[SweepCell]:
     """The cells that are not trained."""
-    return [cell for cell in stage.cells if not is_trained(stage.sweep.directory / cell.name, phases_of(cell))]
+    return [cell for cell in stage.sweep.asked if not is_trained(stage.sweep.directory / cell.name, phases_of(cell))]
 
 
 def train(
@@ -149,7 +136,7 @@ def train(
             _edit(stage, show)
             stage = plan()[depth]
         for evaluated in (False, True):
-            names = frozenset(cell.name for cell in stage.cells if (cell.setting["arm"] in listed) == evaluated)
+            names = frozenset(cell.name for cell in stage.sweep.asked if (cell.setting["arm"] in listed) == evaluated)
             if not names:
                 continue
             sweep = dataclasses.replace(
@@ -179,25 +166,21 @@ def collect(claim: Claim, stages: Sequence[Stage], show: Callable[[str], None] =
     }
     for stage in stages:
         left = {cell.name for cell in unfinished(stage)}
-        for cell in stage.cells:
+        for cell in stage.sweep.asked:
             if cell.setting["arm"] not in listed or cell.name in left:
                 continue
             run, where = stage.sweep.directory / cell.name, stage.sweep.directory / "measures"
-            measures: dict[str, Mapping[str, float]] = {}
             if claim.measure is scores:
-                measures[cell.setting["arm"]] = scores(run)
-            if not measures:
-                path = where / claim.name / f"{cell.name}.json"
+                measures = {cell.setting["arm"]: scores(run)}
+            else:
                 key = [_code(claim.file, inspect.getfile(scores)), records_digest(run, claim.evaluation is not None)]
-                measures[cell.setting["arm"]] = _kept(
-                    path, cell, key, claim.file, lambda run=run: claim.measure(run), show
-                )
+                of_run = functools.partial(claim.measure, run)
+                measures = {cell.setting["arm"]: _kept(where / claim.name, cell, key, claim.file, of_run, show)}
             for name, reference in claim.references.items():
                 if reference.arm == cell.setting["arm"]:
-                    path, code = where / name / f"{cell.name}.json", inspect.getfile(reference.measure)
-                    measures[name] = _kept(
-                        path, cell, [_code(code)], code, lambda of=reference.measure, cell=cell: of(cell.config), show
-                    )
+                    code = inspect.getfile(reference.measure)
+                    of_config = functools.partial(reference.measure, cell.config)
+                    measures[name] = _kept(where / name, cell, [_code(code)], code, of_config, show)
             for name, found in measures.items():
                 for metric, value in found.items():
                     values[name].setdefault(metric, {})[int(cell.seed or 0)] = float(value)
@@ -225,23 +208,23 @@ def records_digest(run: AnyPath, evaluated: bool) -> str:
 
 
 def _kept(
-    path: AnyPath,
+    directory: AnyPath,
     cell: SweepCell,
     key: Sequence[str],
     code: str,
     measure: Callable[[], Mapping[str, float]],
     show: Callable[[str], None],
 ) -> Mapping[str, float]:
-    """The numbers of a cell from `path`, or measured and kept there.
+    """The numbers of a cell from its file in `directory`, or measured and kept there.
 
     Args:
       key: of all that they depend on, apart from the cell's config.
       code: the file that an error of `measure` is blamed on.
     """
-    key = [config_hash(cell.config), *key]
+    path, key = directory / f"{cell.name}.json", [config_hash(cell.config), *key]
     if is_file(path) and (known := read_json(path)).get("key") == key:
         return known["values"]
-    show(f"measuring {cell.name}: {path.parent.name}")
+    show(f"measuring {cell.name}: {directory.name}")
     with explained(code, "claim"):
         values = {name: float(value) for name, value in measure().items()}
     write_json(path, {"key": key, "values": values})
@@ -255,34 +238,16 @@ def costs(stages: Sequence[Stage]) -> dict[str, dict[str, float]]:
     """
     found: dict[str, dict[str, Any]] = {}
     for stage in stages:
-        for cell in stage.cells:
+        for cell in stage.sweep.asked:
             arm = cell.setting["arm"]
             if arm not in found:
-                found[arm] = {**_planned(cell.config), "seconds": []}
+                found[arm] = {**planned(cell.config), "seconds": []}
             seconds = [_seconds(stage.sweep.directory / cell.name / phase.name) for phase in cell.config.phases]
             if all(seconds):
                 found[arm]["seconds"].append(sum(seconds))
     for each in found.values():
         each["seconds"] = sum(each["seconds"]) / len(each["seconds"]) if each["seconds"] else 0.0
     return found
-
-
-def _planned(config: Config) -> dict[str, float]:
-    """Parameters, tokens and FLOPs of a run, on the fewest devices that its mesh divides."""
-    from pe_lab.parallel.sharding import AXES
-    from pe_lab.parallel.topology import parse_topology
-    from pe_lab.planning.plan import make_plan
-
-    fixed = math.prod(max(getattr(config.mesh, axis), 1) for axis in AXES)
-    try:
-        plan = make_plan(config, parse_topology(f"h100:{fixed}" if fixed > 1 else "cpu:1"))
-    except UserError:
-        return dict.fromkeys(("parameters", "tokens", "flops"), math.nan)
-    return {
-        "parameters": plan.model.num_parameters,
-        "tokens": sum(phase.tokens for phase in plan.phases),
-        "flops": sum(phase.total_flops for phase in plan.phases),
-    }
 
 
 def _seconds(phase: AnyPath) -> float:

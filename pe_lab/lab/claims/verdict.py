@@ -14,10 +14,7 @@ Otherwise it is not settled. The interval has 95%; one within the margins is two
 confirming needs all of them, which is conservative by itself. A criterion against several numbers is compared with each
 of them: the best one of each seed would be better than all where all are equal, by the noise of the seeds.
 
-So a claim that one recipe gains over itself, under another name, is confirmed or refuted in fewer than 5 of 100
-claims, however many criteria there are; a claim that it is as good or equal is refuted in fewer than 5, and confirmed
-the more often, the wider its margin is beside the noise of the seeds. A difference that is exactly the margin is on
-either side in fewer than 3: tests/lab/claims/test_claim_verdict.py.
+How often it errs is in docs/claims.md, and counted in tests/lab/claims/test_claim_verdict.py.
 
 A precondition is judged by its mean over seeds, not by an interval: it is a bound on the model, not a claim about it.
 """
@@ -27,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 from pe_lab.errors import ConfigError
 from pe_lab.results.statistics import LEVEL, Mean, student
@@ -36,6 +33,7 @@ MINUS = " - "  # between the two numbers of a difference
 CONFIRMED, EQUIVALENT, REFUTED, OPEN = "confirmed", "equivalent", "refuted", "not settled"
 UNMEASURED = "not measured"  # a criterion whose number the runs did not log
 UNTESTABLE = "not testable at this size"  # a claim with a precondition that is not met
+VERDICTS = (CONFIRMED, REFUTED, EQUIVALENT, OPEN, UNTESTABLE)
 Values = Mapping[str, Mapping[str, Mapping[int, float]]]  # {arm: {metric: {seed: value}}}
 
 
@@ -127,47 +125,6 @@ class Precondition:
         return f"if {self.of} {' and '.join(f'{sign} {one:g}' for sign, one in bounds.items() if one is not None)}"
 
 
-@dataclass(frozen=True)
-class Judged:
-    """A criterion with its difference, positive where the claim holds; intervals are NaN with fewer than two seeds.
-
-    Attributes:
-      against: the term of `over` that decided: of several, the one over which the least is gained; "" without one.
-      differences: {seed: difference}.
-      found: their mean, and the interval that decided, of probability `level`.
-      outcome: confirmed, equivalent, refuted, not settled, or not measured.
-    """
-
-    criterion: Criterion
-    against: str
-    differences: Mapping[int, float]
-    found: Mean
-    level: float
-    outcome: str
-
-    @property
-    def holds(self) -> bool:
-        """Whether the sentence of the criterion is shown."""
-        return self.outcome == (EQUIVALENT if self.criterion.within else CONFIRMED)
-
-
-@dataclass(frozen=True)
-class CheckedPrecondition:
-    """A precondition with its number over seeds."""
-
-    precondition: Precondition
-    found: Mean
-    met: bool
-
-
-class Judgement(NamedTuple):
-    """What the numbers of a claim say."""
-
-    judged: list[Judged]
-    verdict: str
-    checked: list[CheckedPrecondition]
-
-
 def _check_terms(where: str, terms: Sequence[str]) -> None:
     for term in terms:
         if not all(part.strip() for part in term.partition(": ")[::2]):
@@ -210,8 +167,12 @@ def judge(
     values: Values,
     preconditions: Sequence[Precondition] = (),
     missing_is_unmeasured: bool = False,
-) -> Judgement:
-    """Each criterion with its outcome, each precondition with its number, and the verdict on the claim.
+) -> tuple[list[dict[str, Any]], str, list[dict[str, Any]]]:
+    """Each criterion with its outcome, the verdict on the claim, and each precondition with its number, as in results.
+
+    A criterion has the mean of its differences, positive where the claim holds, and the interval that decided, of
+    probability `level`, with NaN ends for fewer than two seeds. `against` is the term of `over` that decided: of
+    several the one over which least is gained.
 
     Args:
       missing_is_unmeasured: whether a criterion whose number is missing is "not measured", and not an error.
@@ -222,35 +183,42 @@ def judge(
     checked = [_check(one, values) for one in preconditions]
     comparisons = sum(max(1, len(one.over)) for one in criteria)
     judged = [_judge(one, values, comparisons, missing_is_unmeasured) for one in criteria]
-    verdict = _together([(one.outcome, one.holds) for one in judged])
-    return Judgement(judged, verdict if all(one.met for one in checked) else UNTESTABLE, checked)
+    shown = [(one["outcome"], one["outcome"] == (EQUIVALENT if one["within"] else CONFIRMED)) for one in judged]
+    return judged, _together(shown) if all(one["met"] for one in checked) else UNTESTABLE, checked
 
 
-def _judge(criterion: Criterion, values: Values, comparisons: int, missing_is_unmeasured: bool) -> Judged:
+def _judge(criterion: Criterion, values: Values, comparisons: int, missing_is_unmeasured: bool) -> dict[str, Any]:
     """A criterion by its comparison with the number over which least is gained, of those that decide."""
     try:
         each = [_compare(criterion, values, term, comparisons) for term in criterion.over or ("",)]
     except ConfigError:
         if not missing_is_unmeasured:
             raise
-        return Judged(criterion, "", {}, student([]), LEVEL, UNMEASURED)
-    outcome = _together([(one.outcome, one.outcome == CONFIRMED) for one in each])
-    return min([one for one in each if one.outcome == outcome] or each, key=lambda one: one.found.mean)
+        return _judged(criterion, "", student([]), LEVEL, UNMEASURED)
+    outcome = _together([(one["outcome"], one["outcome"] == CONFIRMED) for one in each])
+    return min([one for one in each if one["outcome"] == outcome] or each, key=lambda one: one["mean"])
 
 
-def _check(precondition: Precondition, values: Values) -> CheckedPrecondition:
+def _check(precondition: Precondition, values: Values) -> dict[str, Any]:
     found = number(values, precondition.of)
     over = student([found[seed] for seed in sorted(found)])
     least = -math.inf if precondition.least is None else precondition.least
     most = math.inf if precondition.most is None else precondition.most
-    return CheckedPrecondition(precondition, over, least <= over.mean <= most)
+    return {
+        "text": precondition.text,
+        "rule": precondition.rule,
+        "mean": over.mean,
+        "low": over.low,
+        "high": over.high,
+        "met": least <= over.mean <= most,
+    }
 
 
-def _compare(criterion: Criterion, values: Values, against: str, comparisons: int) -> Judged:
+def _compare(criterion: Criterion, values: Values, against: str, comparisons: int) -> dict[str, Any]:
     """A criterion against one number."""
-    found, margin = differences_of(criterion, values, against), criterion.margin
+    found, margin = [*differences_of(criterion, values, against).values()], criterion.margin
     level = 1 - (1 - LEVEL) / comparisons
-    plain, wide = (student([*found.values()], at) for at in (LEVEL, level))
+    plain, wide = (student(found, at) for at in (LEVEL, level))
     outcome = OPEN
     if plain.low > (-margin if criterion.tolerance else margin) and not criterion.within:
         outcome = CONFIRMED
@@ -259,8 +227,26 @@ def _compare(criterion: Criterion, values: Values, against: str, comparisons: in
     elif wide.high < -margin or (criterion.within and wide.low > margin):
         outcome = REFUTED
     if plain.high < -margin or (criterion.within and plain.low > margin):  # refuted, unless the wider interval is not
-        return Judged(criterion, against, found, wide, level, outcome)
-    return Judged(criterion, against, found, plain, LEVEL, outcome)
+        return _judged(criterion, against, wide, level, outcome)
+    return _judged(criterion, against, plain, LEVEL, outcome)
+
+
+def _judged(criterion: Criterion, against: str, found: Mean, level: float, outcome: str) -> dict[str, Any]:
+    return {
+        "text": criterion.text,
+        "rule": criterion.rule,
+        "outcome": outcome,
+        "against": against,
+        "mean": found.mean,
+        "low": found.low,
+        "high": found.high,
+        "level": level,
+        "by": criterion.by,
+        "tolerance": criterion.tolerance,
+        "within": criterion.within,
+        "unit": criterion.unit,
+        "seeds": found.count,
+    }
 
 
 def _together(each: Sequence[tuple[str, bool]]) -> str:

@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import itertools
 import json
+import math
 import re
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -80,11 +81,6 @@ class Sweep:
         """The cells that this command asks for."""
         return tuple(cell for cell in self.cells if cell.name in self.names)
 
-    @property
-    def hash(self) -> str:
-        """Twelve hex digits that change with the config of any cell."""
-        return digest(sorted(config_hash(cell.config) for cell in self.cells))
-
     def evaluate_command(self, cell: SweepCell) -> list[str]:
         """The command that evaluates a cell: its run, or with `LAST_PHASE` among the options its last phase alone."""
         options = [one for one in self.evaluation or () if one != LAST_PHASE]
@@ -95,7 +91,7 @@ class Sweep:
 
 def make_sweep(
     recipe: str,
-    grid: Mapping[str, Iterable[object]] | Sequence[GridAxis] = (),
+    grid: Mapping[str, Iterable[object]] | None = None,
     seeds: int | Sequence[int] = (),
     directory: str | AnyPath = "",
     overrides: Mapping[str, str] | None = None,
@@ -117,12 +113,12 @@ def make_sweep(
       ConfigError: nothing varies, two cells are the same run, a cell would not train, or the directory is another
         sweep, a run, or has a cell of that name with another config.
     """
-    axes = list(grid) if not isinstance(grid, Mapping) else [axis(key, values) for key, values in grid.items()]
+    axes = {key: axis_values(key, values) for key, values in (grid or {}).items()}
     numbers = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
     overrides = dict(overrides or {})
     if not axes and not numbers:
         raise ConfigError("Nothing varies: give --grid KEY=VALUE,VALUE or --seeds=N, or train with pe_lab.train.")
-    fixed = sorted(set(overrides) & {*(one.key for one in axes), *(SEEDS if numbers else ())})
+    fixed = sorted(set(overrides) & {*axes, *(SEEDS if numbers else ())})
     if fixed:
         raise ConfigError(f"--config.{fixed[0]} sets a key that the grid or --seeds varies. Leave one of them out.")
     name = PurePath(split_reference(recipe)[0]).stem
@@ -132,23 +128,22 @@ def make_sweep(
     description = {
         "recipe": recipe,
         "overrides": overrides,
-        "grid": {one.key: list(one.values) for one in axes},
+        "grid": {key: list(values) for key, values in axes.items()},
         "seeds": list(numbers),
     }
     options = None if evaluation is None else tuple(evaluation)
     before = load_sweep(where) if exists(where / FILE) else None
     if before is None:
         _refuse_other(where)
-    else:
-        _refuse_other_sweep(before, description, cells[0].config)
-        cells = _with_known_names(cells, before)
-    known = {cell.name for cell in cells}
-    others = [cell for cell in (before.cells if before else ()) if cell.name not in known]
-    return Sweep(where, (*others, *cells), frozenset(known), options, description)
+    else:  # runs that are there keep their names
+        names = {config_hash(cell.config): cell.name for cell in before.cells}
+        cells = [dataclasses.replace(cell, name=names.get(config_hash(cell.config), cell.name)) for cell in cells]
+    sweep = Sweep(where, tuple(cells), frozenset(cell.name for cell in cells), options, description)
+    return joined(sweep, before) if before else sweep
 
 
 def _checked(
-    recipe: str, axes: Sequence[GridAxis], seeds: Sequence[int], overrides: Mapping[str, str], where: AnyPath
+    recipe: str, axes: Mapping[str, Sequence[str]], seeds: Sequence[int], overrides: Mapping[str, str], where: AnyPath
 ) -> list[SweepCell]:
     """The cells; all that is wrong with them is in one error."""
     from pe_lab.training.plan import given_layers, plan_phases
@@ -196,11 +191,33 @@ def _refuse_twins(cells: Sequence[SweepCell]) -> None:
             raise ConfigError(f"Two cells would have the directory '{cell.name}'. Take a value out of the grid.")
 
 
-def _refuse_other_sweep(before: Sweep, description: Mapping[str, Any], config: Config) -> None:
+def joined(sweep: Sweep, before: Sweep) -> Sweep:
+    """The sweep with the cells that its directory has already.
+
+    Raises:
+      ConfigError: the directory is another sweep, or has another run of the name of a cell.
+    """
+    if sweep.asked:
+        _refuse_other_sweep(before, sweep)
+    others = {cell.name: cell for cell in before.cells}
+    for cell in sweep.asked:
+        there = others.pop(cell.name, cell)
+        if config_hash(there.config) != config_hash(cell.config):
+            differ = changed(to_json(there.config), cell.config)
+            keys = "; ".join(f"{key}: {old} there, {new} here" for key, (old, new) in list(differ.items())[:4])
+            raise ConfigError(
+                f"--workdir '{before.directory}' has a cell '{cell.name}' with another config ({keys}). A sweep may "
+                "add cells and changes none. Choose another --workdir."
+            )
+    others |= {cell.name: cell for cell in sweep.cells if cell.name not in sweep.names}
+    return dataclasses.replace(sweep, cells=(*others.values(), *sweep.asked))
+
+
+def _refuse_other_sweep(before: Sweep, sweep: Sweep) -> None:
     """`ConfigError` for a sweep whose cells would differ from those that are there in more than the grids."""
-    old, new = before.description, description
+    old, new = before.description, sweep.description
     varied = {*as_dict(old.get("grid")), *new["grid"], *SEEDS}
-    there, here = (_fixed(one, varied, identity(config)) for one in (old, new))
+    there, here = (_fixed(one, varied, identity(sweep.asked[0].config)) for one in (old, new))
     differ = [key for key in sorted(there | here) if there.get(key) != here.get(key)]
     if differ:
         keys = "; ".join(
@@ -224,28 +241,6 @@ def _fixed(description: Mapping[str, Any], varied: Collection[str], decisive: It
         if key not in varied and any(f"{one}.".startswith(f"{key}.") for one in decisive):
             fixed[key] = redacted(str(value))
     return fixed
-
-
-def _with_known_names(cells: Sequence[SweepCell], before: Sweep) -> list[SweepCell]:
-    """The cells, under the names that a sweep's directory has for the same runs.
-
-    Raises:
-      ConfigError: the directory has another run of that name.
-    """
-    known = {config_hash(cell.config): cell for cell in before.cells}
-    by_name = {cell.name: cell for cell in before.cells}
-    found = []
-    for cell in cells:
-        same = known.get(config_hash(cell.config))
-        if same is None and cell.name in by_name:
-            differ = changed(to_json(by_name[cell.name].config), cell.config)
-            keys = "; ".join(f"{key}: {old} there, {new} here" for key, (old, new) in list(differ.items())[:4])
-            raise ConfigError(
-                f"--workdir '{before.directory}' has a cell '{cell.name}' with another config ({keys}). A sweep may "
-                "add cells and changes none. Choose another --workdir."
-            )
-        found.append(dataclasses.replace(cell, name=same.name) if same else cell)
-    return found
 
 
 def _refuse_other(directory: AnyPath) -> None:
@@ -273,13 +268,8 @@ def save_sweep(sweep: Sweep, command: str = "") -> Sweep:
     path = sweep.directory / FILE
     while True:
         found = read_bytes(path) if exists(path) else None
-        before = _read(sweep.directory, found) if found is not None else None
-        if before:
-            _refuse_other_sweep(before, sweep.description, sweep.asked[0].config)
-            _with_known_names(sweep.asked, before)
-        known = {cell.name for cell in sweep.cells}
-        added = [cell for cell in (before.cells if before else ()) if cell.name not in known]
-        sweep = dataclasses.replace(sweep, cells=(*sweep.cells, *added))
+        if found is not None:
+            sweep = joined(sweep, _read(sweep.directory, found))
         value = _to_json(sweep, command, json_object(found or b"") or {})
         content = (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
         if replace_file(path, content, found) if found is not None else create_file(path, content):
@@ -291,7 +281,7 @@ def _to_json(sweep: Sweep, command: str, before: Mapping[str, Any]) -> dict[str,
     commands = [one for one in before.get("commands", []) if isinstance(one, str)]
     described = {
         "created": before.get("created", now),
-        "config_hash": sweep.hash,
+        "config_hash": digest(sorted(config_hash(cell.config) for cell in sweep.cells)),
         "commands": [*commands, *([command] if command and command not in commands else [])],
         **sweep.description,
         "evaluation": sweep.evaluation,
@@ -361,41 +351,38 @@ _OPENED = {"(": ")", "[": "]", "{": "}"}
 _NAME, _NAMES = 60, 200  # characters of a value in the name of a directory, and of the name; file systems take 255
 
 
-@dataclass(frozen=True)
-class GridAxis:
-    """A key and its values, as texts that `--config.KEY=VALUE` takes.
+def parse_axes(axes: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """The grid of texts `KEY=VALUE,VALUE,...`. Commas inside brackets and quotes separate no values.
 
-    `key` is a dotted key of the config; `:name` is an argument of the recipe, and `:` its whole argument.
-    """
-
-    key: str
-    values: tuple[str, ...]
-
-
-def parse_axis(text: str) -> GridAxis:
-    """The axis of `KEY=VALUE,VALUE,...`. Commas inside brackets and quotes separate no values.
+    A key is a dotted key of the config; `:name` is an argument of the recipe, and `:` its whole argument.
 
     Raises:
-      ConfigError: there is no key, a value is missing or given twice, or a bracket or a quote is not closed.
+      ConfigError: there is no key, one is given twice, a value is missing or given twice, or a bracket or a quote is
+        not closed.
     """
-    key, equals, values = text.partition("=")
-    key = key.strip()
-    if not equals or not re.fullmatch(r":\w*|\w+(\.\w+)*", key):
-        raise ConfigError(
-            f"--grid '{text}': write KEY=VALUE,VALUE, as in --grid model.layers=2,4, or :NAME=VALUE,VALUE for an "
-            "argument of the recipe."
-        )
-    return axis(key, split_values(values, f"--grid {key}"))
+    grid: dict[str, tuple[str, ...]] = {}
+    for text in axes:
+        key, equals, values = text.partition("=")
+        key = key.strip()
+        if not equals or not re.fullmatch(r":\w*|\w+(\.\w+)*", key):
+            raise ConfigError(
+                f"--grid '{text}': write KEY=VALUE,VALUE, as in --grid model.layers=2,4, or :NAME=VALUE,VALUE for an "
+                "argument of the recipe."
+            )
+        if key in grid:
+            raise ConfigError(f"--grid {key} is given twice. Write all its values in one: {key}=VALUE,VALUE.")
+        grid[key] = axis_values(key, split_values(values, f"--grid {key}"))
+    return grid
 
 
-def axis(key: str, values: Iterable[object]) -> GridAxis:
-    """An axis from Python values; `ConfigError` if there are none, or one is empty or given twice."""
+def axis_values(key: str, values: Iterable[object]) -> tuple[str, ...]:
+    """Values as texts that `--config.KEY=VALUE` takes; `ConfigError` if one is empty or given twice, or none is."""
     texts = tuple(value if isinstance(value, str) else repr(value) for value in values)
     if not texts or not all(text.strip() for text in texts):
         raise ConfigError(f"--grid {key}: a value is missing. Write {key}=VALUE,VALUE.")
     if twice := sorted({text for text in texts if texts.count(text) > 1}):
         raise ConfigError(f"--grid {key}: {twice[0]} is given twice. Each value makes cells of its own.")
-    return GridAxis(key, texts)
+    return texts
 
 
 def split_values(text: str, where: str) -> list[str]:
@@ -445,23 +432,18 @@ def parse_seeds(text: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def product(axes: Sequence[GridAxis], seeds: Sequence[int]) -> list[tuple[dict[str, str], int | None]]:
+def product(axes: Mapping[str, Sequence[str]], seeds: Sequence[int]) -> list[tuple[dict[str, str], int | None]]:
     """All (setting, seed), seeds fastest; a setting is {key: value}, the seed None where the recipe's is kept.
 
     Raises:
-      ConfigError: a key has two axes, or there are more than `MOST_CELLS`.
+      ConfigError: an axis sets the seeds too, or there are more than `MOST_CELLS`.
     """
-    keys = [one.key for one in axes]
-    if twice := sorted({key for key in keys if keys.count(key) > 1}):
-        raise ConfigError(f"--grid {twice[0]} is given twice. Write all its values in one: {twice[0]}=VALUE,VALUE.")
-    if seeds and (both := sorted(set(keys) & set(SEEDS))):
+    if seeds and (both := sorted(set(axes) & set(SEEDS))):
         raise ConfigError(f"--grid {both[0]} and --seeds set the same key. Leave one of them out.")
-    count = max(len(seeds), 1)
-    for one in axes:
-        count *= len(one.values)
+    count = math.prod(map(len, axes.values())) * max(len(seeds), 1)
     if count > MOST_CELLS:
         raise ConfigError(f"The grid has {count:,} cells; a sweep has at most {MOST_CELLS:,}. Take fewer values.")
-    settings = [dict(zip(keys, values, strict=True)) for values in itertools.product(*(one.values for one in axes))]
+    settings = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
     return [(setting, seed) for setting in settings for seed in (seeds or (None,))]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import os
 import re
 import signal
@@ -59,6 +60,15 @@ def make_runner(on: str, jobs: int | None, passed_on: Mapping[str, dict[str, str
     if on == "slurm":
         return Slurm(passed_on["slurm-"], jobs)
     return Ray(passed_on["ray-"], jobs) if on == "ray" else Local(jobs)
+
+
+def _installed(package: str, on: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise UnsupportedError(
+            f"--on={on} needs {package}, which is not installed: pip install 'pe-lab[{on}]'."
+        ) from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -178,7 +188,7 @@ class Local:
                 task = ready[1]
                 running.add(task.name)
                 try:
-                    ended = run_task(task, stop, slot.environment, slot.cpus, show=lambda line: None)
+                    status = run_task(task, stop, slot.environment, slot.cpus, show=lambda line: None)
                 except UserError as error:
                     refused.append(error)
                     continue
@@ -187,7 +197,7 @@ class Local:
                     return
                 finally:
                     running.discard(task.name)
-                if ended is None:
+                if status is None:
                     with lock:
                         waiting.append((time.monotonic() + AGAIN_SECONDS, task))
 
@@ -236,8 +246,7 @@ class CellJob:
         signal.signal(signal.SIGTERM, request)
         shield = ("sh", "-c", 'trap "" USR2; exec "$@"', "sh")
         evaluate = self.task.evaluate and [*shield, *self.task.evaluate]
-        outcome = run_task(dataclasses.replace(self.task, train=[*shield, *self.task.train], evaluate=evaluate), stop)
-        return None if outcome is None else outcome.status
+        return run_task(dataclasses.replace(self.task, train=[*shield, *self.task.train], evaluate=evaluate), stop)
 
     def checkpoint(self) -> Any:
         """Lets the cell save, and returns the same job, to be queued again."""
@@ -298,7 +307,7 @@ class Slurm:
 
     def _submit(self, folder: AnyPath, tasks: Sequence[CellTask]) -> dict[str, str]:
         """Submits an array; {cell: job}."""
-        submitit = _submitit()
+        submitit = _installed("submitit", "slurm")
         try:
             executor = submitit.SlurmExecutor(folder=str(folder), max_num_timeout=MOST_TIMEOUTS)
             executor.update_parameters(job_name="pe_lab.sweep", **self._parameters)
@@ -312,21 +321,11 @@ class Slurm:
         return {task.name: str(job.job_id) for task, job in zip(tasks, submitted, strict=True)}
 
 
-def _submitit() -> Any:
-    try:
-        import submitit
-    except ImportError:
-        raise UnsupportedError(
-            "--on=slurm needs submitit, which is not installed: pip install 'pe-lab[slurm]'."
-        ) from None
-    return submitit
-
-
 def _parameters(options: Mapping[str, str]) -> dict[str, Any]:
     """The parameters of submitit; options of sbatch that it does not know are passed on."""
     import inspect
 
-    _submitit()
+    _installed("submitit", "slurm")
     from submitit.slurm import slurm
 
     known = {*inspect.signature(slurm._make_sbatch_string).parameters} - {"command", "folder", "map_count"}
@@ -400,8 +399,7 @@ SAVE_SECONDS = 120.0  # that cells have to save
 
 def run_in_worker(task: CellTask) -> int | None:
     """Runs a cell in a worker of Ray; a cancellation is a KeyboardInterrupt, at which the cell saves and ends."""
-    outcome = run_task(task, Stop())
-    return None if outcome is None else outcome.status
+    return run_task(task, Stop())
 
 
 class Ray:
@@ -420,11 +418,11 @@ class Ray:
         self._address = options.get("address")
         self._wanted = {name: _amount(name, options[name]) for name in RAY_OPTIONS[1:] if name in options}
         self._jobs = jobs
-        _ray()
+        _installed("ray", "ray")
 
     def run(self, tasks: Sequence[CellTask], stop: Stop, look: Callable[..., None]) -> None:
         """See `Runner`."""
-        ray = _ray()
+        ray = _installed("ray", "ray")
         started = not ray.is_initialized()
         if started:
             # Else Ray would take CUDA_VISIBLE_DEVICES from the processes of tasks that have no GPU, and warn of it.
@@ -501,11 +499,3 @@ def _amount(name: str, text: str) -> float:
     if not 0 <= amount <= 10_000:
         raise ConfigError(f"--ray-{name}='{text}': give how many each cell gets, as --ray-{name}=2.")
     return amount
-
-
-def _ray() -> Any:
-    try:
-        import ray
-    except ImportError:
-        raise UnsupportedError("--on=ray needs Ray, which is not installed: pip install 'pe-lab[ray]'.") from None
-    return ray

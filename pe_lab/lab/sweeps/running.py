@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from pe_lab.errors import StoreError, excerpt, redacted
+from pe_lab.identity import LEASE_FILE
 from pe_lab.lab.sweeps.cells import Sweep, save_sweep
 from pe_lab.lab.sweeps.state import (
     COMPLETE,
@@ -42,7 +43,6 @@ from pe_lab.storage import (
     write_json,
 )
 
-RUN_LEASE = "lease.json"  # of pe_lab.train in a workdir
 WAIT_SECONDS, LOOK_SECONDS = 0.2, 1.0
 STORE_SECONDS = 30.0  # between two looks at cells on an object store, each of several requests
 # Through these, JAX would take a cell for one process of several.
@@ -73,14 +73,6 @@ class CellTask:
     evaluation: Sequence[str] | None = None
     before: Mapping[str, Any] = field(default_factory=dict)
     cwd: str = ""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How the processes of a cell ended: the status of the last one, and the line that says why."""
-
-    status: int
-    error: str = ""
 
 
 class Stop:
@@ -149,8 +141,10 @@ def run_task(
     environment: Mapping[str, str | None] | None = None,
     cpus: frozenset[int] | None = None,
     show: Callable[[str], None] = print,
-) -> Outcome | None:
-    """Trains a cell, or continues it, and evaluates it; returns how it ended, None if another sweep holds its lease.
+) -> int | None:
+    """Trains a cell, or continues it, and evaluates it; returns the status of its last process.
+
+    None if another sweep holds its lease.
 
     A cell that is complete, or that another sweep has seen fail meanwhile, is left alone. If a process whose sweep was
     killed still trains the cell, this waits until it has ended.
@@ -174,12 +168,12 @@ def run_task(
         with lease(file_of(directory, task.name, "lease"), show, lose):
             outcome = read_outcome(directory, task.name)
             if is_complete(directory, task.name, task.phases, task.evaluation, outcome):
-                return Outcome(0)
+                return 0
             if outcome != task.before and has_failed(outcome):  # under another sweep, meanwhile
-                return Outcome(outcome["status"], str(outcome.get("error", "")))
-            while lease_is_live(directory / task.name / RUN_LEASE, show):
+                return outcome["status"]
+            while lease_is_live(directory / task.name / LEASE_FILE, show):
                 if stop.requests:
-                    return Outcome(os.EX_TEMPFAIL)
+                    return os.EX_TEMPFAIL
                 time.sleep(LOOK_SECONDS)
             return _run_stages(task, directory, begun, outcome, (stop, lost), environment or {}, cpus)
     except LeaseTaken:
@@ -194,7 +188,7 @@ def _run_stages(
     stops: Sequence[Stop],
     environment: Mapping[str, str | None],
     cpus: frozenset[int] | None,
-) -> Outcome:
+) -> int:
     """Trains and evaluates, and writes the outcome."""
     evaluated, status, error = list(before.get("evaluated") or []), 0, ""
     variables = {**os.environ, **environment, **dict.fromkeys(SEVERAL_PROCESSES)}
@@ -214,7 +208,7 @@ def _run_stages(
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
     record = {"status": status, "error": error, "seconds": round(time.monotonic() - begun, 1), "time": now}
     write_json(file_of(directory, task.name, "json"), {**record, "evaluated": evaluated})
-    return Outcome(status, error)
+    return status
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import math
 import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pe_lab import terminal
+from pe_lab.config import Config
 from pe_lab.errors import UserError
 from pe_lab.lab.sweeps.cells import LOGS, Sweep, SweepCell
 from pe_lab.results.formatting import count, shortened
@@ -238,30 +240,38 @@ def failures(sweep: Sweep, states: Sequence[CellState]) -> list[str]:
     ]
 
 
-def cost(sweep: Sweep, states: Sequence[CellState]) -> str:
-    """The cells that are asked for, with parameters, training tokens and FLOPs, and the sum of what is not complete."""
+def planned(config: Config) -> dict[str, float]:
+    """Parameters, tokens and FLOPs of a run; NaN where they cannot be known yet, since data are not prepared."""
+    from pe_lab.parallel.sharding import AXES
     from pe_lab.parallel.topology import parse_topology
     from pe_lab.planning.plan import make_plan
 
-    rows, known, total = [], True, Counter()
-    for state in (state for state in states if state.cell.name in sweep.names):
-        numbers: Mapping[str, float] = {}
-        try:
-            plan = make_plan(state.cell.config, parse_topology("cpu:1"))
-        except UserError:  # its data is not prepared yet, or its mesh needs more devices
-            known = False
-        else:
-            numbers = {
-                "parameters": plan.model.num_parameters,
-                "tokens": sum(phase.tokens for phase in plan.phases),
-                "FLOPs": sum(phase.total_flops for phase in plan.phases),
-            }
-            if state.state != COMPLETE:
-                total.update({key: numbers[key] for key in ("tokens", "FLOPs")})
-        shown = [count(numbers[key]) if key in numbers else "?" for key in ("parameters", "tokens")]
-        flops = f"{numbers['FLOPs']:.2e}" if numbers else "?"
-        rows.append([state.cell.name, state.state, *shown, flops])
-    left = sum(row[1] != COMPLETE for row in rows)
-    least = "" if known else "at least "
-    tail = f"{left} cells to train: {least}{count(total['tokens'])} tokens, {least}{total['FLOPs']:.2e} FLOPs"
+    fixed = math.prod(max(getattr(config.mesh, axis), 1) for axis in AXES)  # the fewest devices that the mesh divides
+    try:
+        plan = make_plan(config, parse_topology(f"h100:{fixed}" if fixed > 1 else "cpu:1"))
+    except UserError:
+        return dict.fromkeys(("parameters", "tokens", "flops"), math.nan)
+    return {
+        "parameters": plan.model.num_parameters,
+        "tokens": sum(phase.tokens for phase in plan.phases),
+        "flops": sum(phase.total_flops for phase in plan.phases),
+    }
+
+
+def planned_texts(numbers: Mapping[str, float]) -> list[str]:
+    """The numbers of `planned` for a table."""
+    if math.isnan(numbers["flops"]):
+        return ["?"] * 3
+    return [count(numbers["parameters"]), count(numbers["tokens"]), f"{numbers['flops']:.2e}"]
+
+
+def cost(sweep: Sweep, states: Sequence[CellState]) -> str:
+    """The cells that are asked for, with parameters, training tokens and FLOPs, and the sum of what is not complete."""
+    asked = [(state, planned(state.cell.config)) for state in states if state.cell.name in sweep.names]
+    rows = [[state.cell.name, state.state, *planned_texts(numbers)] for state, numbers in asked]
+    left = [numbers for state, numbers in asked if state.state != COMPLETE]
+    known = [numbers for numbers in left if not math.isnan(numbers["flops"])]
+    tokens, flops = (sum(numbers[key] for numbers in known) for key in ("tokens", "flops"))
+    least = "" if len(known) == len(left) else "at least "
+    tail = f"{len(left)} cells to train: {least}{count(tokens)} tokens, {least}{flops:.2e} FLOPs"
     return f"{terminal.table(['cell', 'state', 'parameters', 'tokens', 'FLOPs'], rows, words=2)}\n{tail}"

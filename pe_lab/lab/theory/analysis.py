@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from pe_lab.analysis.analysis import Analysis
-from pe_lab.errors import ConfigError
 from pe_lab.lab.theory import dope, drope, notebook, p_rope
 from pe_lab.lab.theory.statement import Statement
 from pe_lab.results.figures import Figure, HeatMaps, Line, LineCharts
@@ -23,19 +22,10 @@ PAPERS = ("p-RoPE", "DroPE", "DoPE", "pe_notebook")
 ABOUT = 50  # statements, for the progress bar
 
 
-def statements(seed: int = 0, progress: Callable[[str], None] = lambda line: None) -> list[Statement]:
-    """Every statement, in the order of the papers.
-
-    Args:
-      seed: of all random inputs; not negative.
-      progress: receives one line per statement as soon as it is measured.
-    """
-    found = []
+def statements(seed: int = 0) -> Iterator[Statement]:
+    """Every statement as it is measured, in the order of the papers; `seed`, not negative, is of all random inputs."""
     for paper in (p_rope, drope, dope, notebook):
-        for measured in paper.statements(seed):
-            progress(f"{measured.source}: {measured.verdict}")
-            found.append(measured)
-    return found
+        yield from paper.statements(seed)
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
@@ -43,16 +33,11 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> Findings:
-    if arguments.seed < 0:
-        raise ConfigError(f"--seed is {arguments.seed}; give 0 or a positive whole number.")
+    found: list[Statement] = []
     with Progress(console(), "theory", ABOUT) as progress:
-        done: list[str] = []
-
-        def on_statement(line: str) -> None:
-            done.append(line)
-            progress.update(len(done), line)
-
-        found = statements(arguments.seed, on_statement)
+        for one in statements(arguments.seed):
+            found.append(one)
+            progress.update(len(found), f"{one.source}: {one.verdict}")
     tables = [_table(paper, [one for one in found if one.source.startswith(f"{paper},")]) for paper in PAPERS]
     sentences = [_sentence(one) for one in found]
     sentences.append(_counts(found))

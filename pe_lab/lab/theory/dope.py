@@ -106,9 +106,6 @@ def cone_bound(seed: int, draws: int = 1000) -> Statement:
             "random": of_random,
             "degrees": np.rad2deg(angles),
             "edges": of_edges,
-            "edges_0": of_edges[0],
-            "edges_30": of_edges[2],
-            "edges_45": of_edges[3],
             "slowest_pair": of_rope,
             "tokens": len(phases),
         },
@@ -370,7 +367,6 @@ def eigenvalue_by_entropy(seed: int, draws: int = 1000, sizes: tuple[int, ...] =
             "largest_of_2": highest,
             "maximum_of_2": of_band,
             "largest": [max(ratios[size]) for size in sizes],
-            "largest_of_most": max(ratios[sizes[-1]]),
             "eigenvalue_ratio": four / one,
             "entropy_difference": abs(entropies[1] - entropies[0]),
         },
@@ -445,10 +441,6 @@ def effective_ranks(seed: int, tokens: int = 4096) -> Statement:
         {
             "exp_mean_entropy": by_bands,
             "effective_rank": whole,
-            "exp_mean_entropy_rank_one": by_bands[0],
-            "exp_mean_entropy_dominant": by_bands[1],
-            "effective_rank_rank_one": whole[0],
-            "effective_rank_dominant": whole[1],
         },
         "The mean over bands gives a band without energy the weight of any other, and does not see whether bands vary "
         "together. So eq. 30 without truncation is not e_h of eq. 27.",

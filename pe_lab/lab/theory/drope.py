@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from pe_lab.analysis.frequencies import incomplete_pairs
 from pe_lab.lab.theory import drope_models
-from pe_lab.lab.theory.positional_bias import positional_bias, positional_weights
+from pe_lab.lab.theory.drope_models import positional_bias, positional_weights
 from pe_lab.lab.theory.statement import Statement, statement
 from pe_lab.positional import NTK, PI, Llama3, Rope, Yarn, frequencies
 
@@ -124,11 +124,9 @@ def ntk_exponent(factor: float = 2.0) -> Iterator[Statement]:
         )
 
 
-def yarn_formula(
-    values: Float[np.ndarray, " R"], factor: float, p: float = 1.0, q: float = 32.0
-) -> Float[np.ndarray, " R"]:
-    """gamma_m of eq. 11: between 1/s and 1 by a ramp of `values` from p to q, which the paper takes as frequencies."""
-    kept = np.clip((values - p) / (q - p), 0, 1)
+def yarn_formula(values: Float[np.ndarray, " R"], factor: float) -> Float[np.ndarray, " R"]:
+    """gamma_m of eq. 11: from 1/s to 1 by a ramp of `values` from p = 1 to q = 32; the paper has frequencies."""
+    kept = np.clip((values - 1.0) / (32.0 - 1.0), 0, 1)
     return (1 - kept) / factor + kept
 
 

@@ -25,6 +25,7 @@ from pe_lab.lab.theory.rotary import (
     octave_means,
     pairs,
     rotated,
+    softmax,
 )
 from pe_lab.lab.theory.statement import Statement, statement
 from pe_lab.positional import NoPE, Rope, apply_rope, frequencies, rotation_tables
@@ -103,14 +104,14 @@ def proposition_3_1(
     )
 
 
-def z_scores(draws: Float[np.ndarray, "n T"], expected: float = 0.0) -> Float[np.ndarray, " T"]:
-    """(mean - expected) / standard error of n independent draws."""
-    return (draws.mean(0) - expected) / (draws.std(0, ddof=1) / math.sqrt(len(draws)))
+def z_scores(draws: Float[np.ndarray, "n T"]) -> Float[np.ndarray, " T"]:
+    """The mean over the standard error of n independent draws."""
+    return draws.mean(0) / (draws.std(0, ddof=1) / math.sqrt(len(draws)))
 
 
-def z_threshold(tests: int, false_alarm: float = FALSE_ALARM) -> float:
-    """The |z| that any of `tests` null hypotheses passes with probability of at most `false_alarm` (Bonferroni)."""
-    return NormalDist().inv_cdf(1 - false_alarm / (2 * tests))
+def z_threshold(tests: int) -> float:
+    """The |z| that any of `tests` null hypotheses passes with probability of at most `FALSE_ALARM` (Bonferroni)."""
+    return NormalDist().inv_cdf(1 - FALSE_ALARM / (2 * tests))
 
 
 def gaussian_logits(
@@ -253,7 +254,6 @@ def figure_8(
             "threshold": limit_z,
             "draws": gaussian_draws,
             "dimension": dim,
-            "over_all_largest_z": max(largest_z),
         },
     )
 
@@ -276,11 +276,6 @@ def attention_weights(
     return np.asarray(attention_rows(q, k, LayerEncoding(*tables), rows=range(len(query)))[0, 0])
 
 
-def _softmax(logits: Float[np.ndarray, "*batch T"]) -> Float[np.ndarray, "*batch T"]:
-    weights = np.exp(logits - logits.max(-1, keepdims=True))
-    return weights / weights.sum(-1, keepdims=True)
-
-
 def proposition_5_2(seed: int, heads: int = 512, length: int = 8, width: int = 16) -> Statement:
     """A NoPE head cannot attend to the diagonal or to the previous token."""
     rng = np.random.default_rng((seed, 52))
@@ -290,7 +285,7 @@ def proposition_5_2(seed: int, heads: int = 512, length: int = 8, width: int = 1
     w_q, w_k = (rng.standard_normal((heads, width, width)) * scale for _ in range(2))
     w_k[: heads // 2] = w_q[: heads // 2]  # adversarial: queries equal keys, as sharp as a diagonal can be
     logits = np.einsum("hd,htd->ht", (x @ w_q)[:, -1], x @ w_k)
-    weights = _softmax(logits)[:, -2:]
+    weights = softmax(logits)[:, -2:]
     both = np.abs(weights[:, 1] - weights[:, 0]).max()
     in_pe_lab = attention_weights((x @ w_q)[0], (x @ w_q)[0], NoPE())[-1, -2:]
     with_rope = attention_weights(*_constant_head(2.0**8, length), Rope(BASE))[-1, -1]
@@ -372,9 +367,6 @@ def theorem_5_3(
         "norm_squared_one_pair": norms["one_pair"],
         "norm_squared_all_pairs": norms["all_pairs"],
         "smallest_excess": min(excess),
-        "smallest_norm_squared_all_pairs": min(norms["all_pairs"]),
-        "largest_norm_squared_all_pairs": max(norms["all_pairs"]),
-        "largest_norm_squared_one_pair": max(norms["one_pair"]),
         "pe_lab_tokens": tokens,
         "pe_lab_epsilon": epsilon,
         "pe_lab_diagonal": in_pe_lab[0],
@@ -553,11 +545,8 @@ def theorem_6_1(inv_freq: Float[np.ndarray, " R"], chosen: tuple[int, ...] = (0,
             "predicted_distance": predicted,
             "weight_before": weights_before,
             "weight_after": weights_after,
-            "smallest_weight_before": min(weights_before),
-            "largest_weight_after": max(weights_after),
             "broken": sum(broken),
             "largest_change_without_encoding": max(unmoved),
-            **{f"distance_{case.replace(' ', '_')}": by_case[case] for case in CASES},
         },
         "Without encoding the same swaps change no weight. Every case needs a swap over about a quarter of the "
         f"wavelength or more: {min(by_case['negative'][-1], by_case['positive'][-1]):,} tokens for the slowest pair of "

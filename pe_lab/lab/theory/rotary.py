@@ -1,4 +1,4 @@
-"""RoPE in float64 NumPy, in the layout of `pe_lab.positional`: pair r is channels r and r + R."""
+"""RoPE and softmax in float64 NumPy, in the layout of `pe_lab.positional`: pair r is channels r and r + R."""
 
 from __future__ import annotations
 
@@ -50,3 +50,9 @@ def octave_means(curve: Float[np.ndarray, " T"]) -> Float[np.ndarray, " O"]:
     """Means of a curve over distances 1, 2-3, 4-7, ..; entry 0 of the curve is distance 0, and the last octave full."""
     octaves = int(np.log2(len(curve)))
     return np.array([curve[2**o : 2 ** (o + 1)].mean() for o in range(octaves)])
+
+
+def softmax(x: Float[np.ndarray, "*batch n"]) -> Float[np.ndarray, "*batch n"]:
+    """The softmax over the last axis; entries of -inf have weight 0."""
+    weights = np.exp(x - x.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)

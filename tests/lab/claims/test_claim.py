@@ -14,9 +14,8 @@ from pe_lab.config import Config, from_dict
 from pe_lab.errors import ConfigError
 from pe_lab.lab.claims import Arm, Claim, Criterion, Precondition, Reference, load_claims
 from pe_lab.lab.claims.claim import claim_names, load_claim
-from pe_lab.lab.claims.figure import draw
 from pe_lab.lab.claims.measures import scores
-from pe_lab.lab.claims.page import BEGIN, END, markdown, with_generated
+from pe_lab.lab.claims.page import BEGIN, END, draw, markdown, with_generated
 from pe_lab.lab.claims.results import described, effect, judge_again, leading, point, read_results, rule_changes
 from pe_lab.lab.claims.running import collect, make_stages, records_digest
 from pe_lab.lab.claims.verdict import judge
@@ -87,7 +86,7 @@ def claim(tmp_path, monkeypatch):
     monkeypatch.setattr(SweepCell, "command", command)
     # The stand-in leaves no checkpoints, of which only an edit of the encodings would need one.
     monkeypatch.setattr("pe_lab.training.plan.given_layers", lambda config: {})
-    monkeypatch.setattr("pe_lab.claims.draw", lambda result, form: b"drawn elsewhere")
+    monkeypatch.setattr("pe_lab.lab.claims.page.draw", lambda result, form: b"drawn elsewhere")
     return tmp_path
 
 
@@ -294,10 +293,10 @@ def test_committed_results_follow_from_their_numbers_and_rules():
             }
             for arm, metrics in result["values"].items()
         }
-        judgement = judge(claim.criteria, values, claim.preconditions, missing_is_unmeasured=True)
-        assert judgement.verdict == result["verdict"], result["claim"]
-        assert [one.outcome for one in judgement.judged] == [one["outcome"] for one in result["criteria"]]
-        assert [one.met for one in judgement.checked] == [one["met"] for one in result["preconditions"]]
+        judged, verdict, checked = judge(claim.criteria, values, claim.preconditions, missing_is_unmeasured=True)
+        assert verdict == result["verdict"], result["claim"]
+        assert [one["outcome"] for one in judged] == [one["outcome"] for one in result["criteria"]]
+        assert [one["met"] for one in checked] == [one["met"] for one in result["preconditions"]]
         assert result["history"][-1]["rule"] == claim.rule, result["claim"]
         assert {key: result[key] for key in ("sentence", "paper", "quote")} == {
             key: getattr(claim, key) for key in ("sentence", "paper", "quote")
@@ -557,7 +556,7 @@ def test_a_measure_that_raises_is_one_message(claim, capsys):
 def test_an_axis_is_shared_by_differences_of_one_unit(monkeypatch):
     """The interval that decided is drawn in its units, with its numbers."""
     drawn = []
-    monkeypatch.setattr("pe_lab.lab.claims.figure.render_all", lambda groups, form, title: drawn.extend(groups) or b"")
+    monkeypatch.setattr("pe_lab.lab.claims.page.render_all", lambda groups, form, title: drawn.extend(groups) or b"")
     (result,) = (one for one in read_results() if one["claim"] == "after_the_papers")
     draw(result, "png")
     share, nats = (group[0] for group in drawn[-2:])

@@ -43,7 +43,7 @@ def test_the_alternative_over_which_least_is_gained_decides():
     found = values(ours=[1.0, 2.0], one=[1.5, 2.1], other=[1.2, 2.9])
     assert differences_of(GAIN, found, "one: loss") == pytest.approx({0: 0.5, 1: 0.1})
     (judged,), _, _ = judge([GAIN], found)
-    assert judged.against == "one: loss" and judged.found.mean == pytest.approx(0.3)
+    assert judged["against"] == "one: loss" and judged["mean"] == pytest.approx(0.3)
 
 
 def test_seeds_that_one_number_lacks_are_left_out():
@@ -80,7 +80,7 @@ def test_the_interval_is_scipys():
 def test_verdicts(ours, verdict):
     found = values(ours=ours, one=[1.2] * len(ours), other=[1.3] * len(ours))
     judged, given, _ = judge([GAIN], found)
-    assert given == verdict == judged[0].outcome
+    assert given == verdict == judged[0]["outcome"]
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_verdicts(ours, verdict):
 def test_a_claim_of_equality_is_two_one_sided_tests(ours, outcome):
     same = Criterion("same", of="ours: loss", over=("one: loss",), lower=True, within=0.01)
     (judged,), verdict, _ = judge([same], values(ours=ours, one=[1.0] * 3))
-    assert judged.outcome == outcome
+    assert judged["outcome"] == outcome
     assert verdict == (CONFIRMED if outcome == EQUIVALENT else outcome)  # what the claim says
 
 
@@ -109,7 +109,7 @@ def test_equivalence_is_that_of_scipys_one_sided_tests():
             stats.ttest_1samp(draw, 1.0, alternative="less"),
         )
         expected = max(above.pvalue, below.pvalue) < 0.025
-        assert (judge([same], values(ours=draw))[0][0].outcome == EQUIVALENT) == expected
+        assert (judge([same], values(ours=draw))[0][0]["outcome"] == EQUIVALENT) == expected
         seen.add(expected)
     assert seen == {True, False}
 
@@ -118,20 +118,22 @@ def test_the_interval_that_decided_is_the_one_that_is_kept():
     """A claim of two criteria refutes by an interval of 97.5%; also where only that one keeps it from being refuted."""
     found = values(ours=[2.0, 2.01, 1.99], near=[1.22, 1.25, 1.19], one=[1.2] * 3, other=[1.2] * 3)
     worse, unclear = judge([GAIN, Criterion("near", "near: loss", ("one: loss",), lower=True, by=0.01)], found)[0]
-    assert worse.outcome == REFUTED and worse.level == pytest.approx(1 - 0.05 / 3)
-    assert worse.found == student([*worse.differences.values()], worse.level)
-    assert unclear.outcome == OPEN and unclear.level == 0.95
+    assert worse["outcome"] == REFUTED and worse["level"] == pytest.approx(1 - 0.05 / 3)
+    of_worse = student([*differences_of(GAIN, found, worse["against"]).values()], worse["level"])
+    assert (worse["mean"], worse["low"], worse["high"]) == of_worse.numbers
+    assert unclear["outcome"] == OPEN and unclear["level"] == 0.95
     close = values(ours=[1.2, 1.21, 1.19], one=[1.165] * 3, other=[1.165] * 3)
     (judged,), verdict, _ = judge([GAIN], close)
-    assert verdict == OPEN and student([*judged.differences.values()], 0.95).high < -0.01 < judged.found.high
+    plain = student([*differences_of(GAIN, close, judged["against"]).values()], 0.95)
+    assert verdict == OPEN and plain.high < -0.01 < judged["high"]
 
 
 def test_a_precondition_that_is_not_met_leaves_the_question_open():
     found = values(ours=[1.0, 1.01, 0.99], one=[1.2] * 3, other=[1.3] * 3)
     near = Precondition("near one", "ours: loss - one: loss", least=-0.1)
     judged, verdict, (checked,) = judge([GAIN], found, [near])
-    assert verdict == UNTESTABLE and judged[0].outcome == CONFIRMED
-    assert not checked.met and checked.found.mean == pytest.approx(-0.2)
+    assert verdict == UNTESTABLE and judged[0]["outcome"] == CONFIRMED
+    assert not checked["met"] and checked["mean"] == pytest.approx(-0.2)
     assert judge([GAIN], found, [Precondition("near", "ours: loss - one: loss", least=-0.3)])[1] == CONFIRMED
     with pytest.raises(ConfigError, match="give `least` or `most`"):
         Precondition("none", "ours: loss")
@@ -143,7 +145,7 @@ def test_a_number_that_no_run_logged_confirms_nothing():
     found = values(ours=[1.0, 1.01, 0.99], one=[1.2] * 3, other=[1.3] * 3)
     unlogged = Criterion("spikes", "ours: spikes", ("one: spikes",), by=1.0)
     judged, verdict, _ = judge([GAIN, unlogged], found, missing_is_unmeasured=True)
-    assert [one.outcome for one in judged] == [CONFIRMED, UNMEASURED] and verdict == OPEN
+    assert [one["outcome"] for one in judged] == [CONFIRMED, UNMEASURED] and verdict == OPEN
 
 
 def test_a_claim_needs_all_criteria_and_fails_by_one():
@@ -159,7 +161,7 @@ def test_at_least_as_good_allows_the_tolerance():
     found = values(ours=[1.01, 1.011, 1.009], one=[1.0] * 3)
     as_good = Criterion("as good", of="ours: loss", over=("one: loss",), lower=True, tolerance=0.05)
     (judged,), verdict, _ = judge([as_good], found)
-    assert verdict == CONFIRMED and judged.found.mean == pytest.approx(-0.01)
+    assert verdict == CONFIRMED and judged["mean"] == pytest.approx(-0.01)
     strict = Criterion("as good", of="ours: loss", over=("one: loss",), lower=True, tolerance=0.001)
     assert judge([strict], found)[1] == REFUTED
 
@@ -229,7 +231,7 @@ def test_a_difference_that_is_the_margin_is_on_neither_side(kind, difference, ou
     rng, rule = np.random.default_rng(0), Criterion("a", of="ours: loss", **{kind: 1.0})
     for noise in (0.1, 1.0):
         draws = [values(ours=rng.normal(difference, noise, 3)) for _ in range(1000)]
-        assert at_most(sum(judge([rule], draw)[0][0].outcome == outcome for draw in draws), 1000, 0.025)
+        assert at_most(sum(judge([rule], draw)[0][0]["outcome"] == outcome for draw in draws), 1000, 0.025)
 
 
 @pytest.mark.parametrize(("seeds", "gain", "loss", "margin"), [(3, 3.3, 8.0, 3.7), (5, 1.7, 2.8, 1.9)])

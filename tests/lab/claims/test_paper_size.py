@@ -77,7 +77,7 @@ def test_the_numbers_of_a_rule_are_measured(runs, name):
             config = from_dict(Config, pe_lab.load(runs["rope"]).checkpoint.metadata["config"])
             values[name] = {metric: {0: v, 1: v} for metric, v in reference.measure(config).items()}
     judged, _, checked = judge(claim.criteria, values, claim.preconditions)
-    assert all(np.isfinite(one.found.mean) for one in (*judged, *checked))
+    assert all(np.isfinite(one["mean"]) for one in (*judged, *checked))
     for lines in claim.curves.values():
         for term in lines.values():
             if "{x}" not in term:

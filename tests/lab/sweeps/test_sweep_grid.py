@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 
 from pe_lab.errors import ConfigError
 from pe_lab.lab.sweeps.cells import (
-    GridAxis,
     cell_name,
     label,
-    parse_axis,
+    parse_axes,
     parse_seeds,
     product,
     split_values,
@@ -39,12 +38,11 @@ def test_every_value_has_a_directory_of_its_own(values):
 
 
 def test_axes():
-    assert parse_axis("model.layers=2, 4") == GridAxis("model.layers", ("2", "4"))
-    assert parse_axis(":method=rope,yarn") == GridAxis(":method", ("rope", "yarn"))
-    assert parse_axis("phases.0.positional='rope:base=1e4,fraction=0.5',nope").values == (
-        "'rope:base=1e4,fraction=0.5'",
-        "nope",
-    )
+    assert parse_axes(["model.layers=2, 4", ":method=rope,yarn", "phases.0.positional='rope:base=1e4,x=0.5',nope"]) == {
+        "model.layers": ("2", "4"),
+        ":method": ("rope", "yarn"),
+        "phases.0.positional": ("'rope:base=1e4,x=0.5'", "nope"),
+    }
 
 
 @pytest.mark.parametrize(
@@ -62,7 +60,12 @@ def test_axes():
 )
 def test_axes_that_are_refused(text, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
-        parse_axis(text)
+        parse_axes([text])
+
+
+def test_a_key_has_one_axis():
+    with pytest.raises(ConfigError, match="a is given twice"):
+        parse_axes(["a=1", "a=2"])
 
 
 def test_seeds():
@@ -76,21 +79,20 @@ def test_seeds_that_are_refused(text):
 
 
 def test_seeds_vary_fastest():
-    cells = product([GridAxis("a", ("1", "2")), GridAxis("b", ("x", "y"))], (0, 1))
+    cells = product({"a": ("1", "2"), "b": ("x", "y")}, (0, 1))
     assert len(cells) == 8 and cells[:3] == [
         ({"a": "1", "b": "x"}, 0),
         ({"a": "1", "b": "x"}, 1),
         ({"a": "1", "b": "y"}, 0),
     ]
-    assert product([GridAxis("a", ("1",))], ()) == [({"a": "1"}, None)]
+    assert product({"a": ("1",)}, ()) == [({"a": "1"}, None)]
 
 
 @pytest.mark.parametrize(
     ("axes", "seeds", "message"),
     [
-        ([GridAxis("a", ("1",)), GridAxis("a", ("2",))], (), "a is given twice"),
-        ([GridAxis("data.seed", ("1", "2"))], (0, 1), "set the same key"),
-        ([GridAxis(key, tuple(map(str, range(101)))) for key in "ab"], (), "10,201 cells"),
+        ({"data.seed": ("1", "2")}, (0, 1), "set the same key"),
+        ({key: tuple(map(str, range(101))) for key in "ab"}, (), "10,201 cells"),
     ],
 )
 def test_products_that_are_refused(axes, seeds, message):

@@ -42,7 +42,7 @@ class StandIn:
 
 def run(monkeypatch, ends):
     workers = StandIn(ends)
-    monkeypatch.setattr(runners, "_ray", lambda: workers)
+    monkeypatch.setattr(runners, "_installed", lambda package, on: workers)
     tasks = [CellTask("sweep", name, {"only": 1}, ["train"]) for name in ends]
     return workers, lambda: runners.Ray({}, jobs=1).run(tasks, workers.stop, lambda *_: None)
 

@@ -15,7 +15,7 @@ import pytest
 from pe_lab.errors import ConfigError, DataError
 from pe_lab.lab.sweeps import runners, running
 from pe_lab.lab.sweeps.runners import Local, slots
-from pe_lab.lab.sweeps.running import CellTask, Outcome, Stop, run_task
+from pe_lab.lab.sweeps.running import CellTask, Stop, run_task
 from pe_lab.lab.sweeps.state import _is_held, file_of, has_failed, is_trained, read_outcome
 from pe_lab.storage import lease
 
@@ -77,7 +77,7 @@ def in_thread(function, *arguments):
 
 
 def test_a_complete_cell_is_left_alone(task, tmp_path):
-    assert run_task(task(), Stop()) == Outcome(0) == run_task(task(), Stop())
+    assert run_task(task(), Stop()) == 0 == run_task(task(), Stop())
     assert len(starts(tmp_path)) == 1 and is_trained(tmp_path / "a", {"only": 3})
     assert not file_of(tmp_path, "a", "lease").exists()
     assert is_trained(tmp_path / "a", {"only": 2})  # `train --until`
@@ -86,20 +86,20 @@ def test_a_complete_cell_is_left_alone(task, tmp_path):
 
 def test_a_worker_may_be_elsewhere(task, tmp_path):
     """The directory of a sweep is relative to where its command was given."""
-    assert run_task(dataclasses.replace(task(), directory="."), Stop()) == Outcome(0)
+    assert run_task(dataclasses.replace(task(), directory="."), Stop()) == 0
     assert is_trained(tmp_path / "a", {"only": 3}) and file_of(tmp_path, "a", "log").exists()
 
 
 def test_a_failed_cell_says_why(task, tmp_path):
-    assert run_task(task(how="fails"), Stop()) == Outcome(1, "The loss is nan.")
+    assert run_task(task(how="fails"), Stop()) == 1
     found = read_outcome(tmp_path, "a")
     assert has_failed(found) and (found["status"], found["error"]) == (1, "The loss is nan.")
     assert "error: The loss is nan." in (tmp_path / "logs" / "a.log").read_text()
     # Another sweep, which began before the failure, leaves the cell alone; a later one, asked to retry, does not.
     (tmp_path / "a" / "mended").touch()
     early = CellTask(**{**vars(task(how="fails")), "before": {}})
-    assert run_task(early, Stop()) == Outcome(1, "The loss is nan.") and len(starts(tmp_path)) == 1
-    assert run_task(task(how="fails"), Stop()) == Outcome(0)
+    assert run_task(early, Stop()) == 1 and len(starts(tmp_path)) == 1
+    assert run_task(task(how="fails"), Stop()) == 0
 
 
 def test_a_stop_lets_the_cell_save_and_it_goes_on_later(task, tmp_path):
@@ -108,9 +108,9 @@ def test_a_stop_lets_the_cell_save_and_it_goes_on_later(task, tmp_path):
     wait_for(tmp_path / "a" / "ready")
     stop.requests = 1
     thread.join(300)
-    assert found == [Outcome(75)] and not has_failed(read_outcome(tmp_path, "a"))
+    assert found == [75] and not has_failed(read_outcome(tmp_path, "a"))
     (tmp_path / "a" / "go").touch()
-    assert run_task(task(how="waits"), Stop()) == Outcome(0) and len(starts(tmp_path)) == 2
+    assert run_task(task(how="waits"), Stop()) == 0 and len(starts(tmp_path)) == 2
 
 
 def test_a_killed_cell_has_not_failed(task, tmp_path):
@@ -119,19 +119,21 @@ def test_a_killed_cell_has_not_failed(task, tmp_path):
     wait_for(tmp_path / "a" / "ready")
     stop.process.kill()
     thread.join(300)
-    assert found == [Outcome(-signal.SIGKILL, "ended by SIGKILL")] and not has_failed(read_outcome(tmp_path, "a"))
+    outcome = read_outcome(tmp_path, "a")
+    assert found == [-signal.SIGKILL] and outcome["error"] == "ended by SIGKILL" and not has_failed(outcome)
 
 
 def test_the_evaluation_follows_once_for_its_options(task, tmp_path):
     evaluate = [sys.executable, "-S", "-c", "import pathlib; open('evaluated', 'a').write('.')"]
     for options in (["--suite=x"], ["--suite=x"], ["--suite=y"]):
-        assert run_task(task(evaluate=evaluate, evaluation=options), Stop()) == Outcome(0)
+        assert run_task(task(evaluate=evaluate, evaluation=options), Stop()) == 0
     assert (tmp_path / "evaluated").read_text() == ".." and read_outcome(tmp_path, "a")["evaluated"] == [
         ["--suite=x"],
         ["--suite=y"],
     ]
     failing = [sys.executable, "-S", "-c", "raise SystemExit('error: no suite')"]
-    assert run_task(task("b", evaluate=failing, evaluation=[]), Stop()) == Outcome(1, "the evaluation: no suite")
+    assert run_task(task("b", evaluate=failing, evaluation=[]), Stop()) == 1
+    assert read_outcome(tmp_path, "b")["error"] == "the evaluation: no suite"
 
 
 def test_two_sweeps_share_the_cells(task, tmp_path):
@@ -172,7 +174,7 @@ def test_a_cell_of_a_killed_sweep_is_waited_for(task, tmp_path):
         time.sleep(0.3)
         assert not starts(tmp_path) and file_of(tmp_path, "a", "lease").exists()
     thread.join(300)
-    assert found == [Outcome(0)]
+    assert found == [0]
 
 
 def test_the_lease_of_a_killed_sweep_counts_no_more(task, tmp_path):
@@ -186,7 +188,7 @@ def test_the_lease_of_a_killed_sweep_counts_no_more(task, tmp_path):
     # Another process may have its number meanwhile.
     held.write_text(json.dumps(owner | {"started": "x"}))
     assert not _is_held(held)
-    assert run_task(task(), Stop()) == Outcome(0)
+    assert run_task(task(), Stop()) == 0
     with lease(held, print, print):
         assert run_task(task(), Stop()) is None
 

@@ -16,7 +16,6 @@ from pe_lab.lab.theory import (
     notebook,
     p_rope,
 )
-from pe_lab.lab.theory import positional_bias as bias
 from pe_lab.lab.theory.p_rope import CASES, attending_sequence, breaking_swaps, first_swap, predicted_distance
 from pe_lab.lab.theory.rotary import (
     BASE,
@@ -208,9 +207,9 @@ def test_no_swap_breaks_a_head_without_encoding():
 
 def test_positional_weights_are_centred():
     """DroPE, Definition 3.1: 1 on the diagonal, -1/(i - 1) otherwise."""
-    np.testing.assert_allclose(bias.positional_weights(3, "diagonal"), [[0, 0, 0], [-1, 1, 0], [-0.5, -0.5, 1]])
+    np.testing.assert_allclose(drope_models.positional_weights(3, "diagonal"), [[0, 0, 0], [-1, 1, 0], [-0.5, -0.5, 1]])
     for pattern in ("diagonal", "previous"):
-        c = bias.positional_weights(9, pattern)
+        c = drope_models.positional_weights(9, pattern)
         np.testing.assert_allclose(c.sum(1), 0, atol=1e-15)
         assert (c[1:].argmax(1) == np.arange(1, 9) - (pattern == "previous")).all() and not np.triu(c, 1).any()
 
@@ -218,22 +217,22 @@ def test_positional_weights_are_centred():
 def test_prefix_spread_against_its_definition():
     h = np.random.default_rng(0).standard_normal((11, 3))
     spread = max(np.linalg.norm(h[: i + 1].mean(0) - h[j]) for i in range(11) for j in range(i + 1))
-    assert bias.prefix_spread(h) == pytest.approx(spread)
+    assert drope_models.prefix_spread(h) == pytest.approx(spread)
     tiny = 5 + 1e-9 * h
-    assert bias.prefix_spread(tiny) == pytest.approx(1e-9 * spread, rel=1e-5)
+    assert drope_models.prefix_spread(tiny) == pytest.approx(1e-9 * spread, rel=1e-5)
 
 
 @pytest.mark.parametrize("encoding", [NoPE(), Rope()])
 def test_gradients_of_the_bias_by_the_papers_formula(encoding):
     """Appendix B.3: dA/dW_Q = sum_ij g_ij k_j h_i^T / sqrt(d_k), g_ij = alpha_ij (c_ij - sum_p alpha_ip c_ip) / T."""
-    params, c = bias.initial_parameters(0), drope_models.patterns()
-    embedded = bias.embeddings_near_one_vector(3, np.array([0.5]))
-    K = bias.WIDTH // bias.HEADS
-    for n, measured in enumerate(bias.measured_layers(params, encoding, embedded, c)):
+    params, c = drope_models.initial_parameters(0), drope_models.patterns()
+    embedded = drope_models.embeddings_near_one_vector(3, np.array([0.5]))
+    K = drope_models.WIDTH // drope_models.HEADS
+    for n, measured in enumerate(drope_models.measured_layers(params, encoding, embedded, c)):
         w_q, w_k = (np.asarray(params["layers"]["attention"][x][n], np.float64) for x in ("query", "key"))
         h, alpha = measured.hidden[0].astype(np.float64), measured.weights[0].astype(np.float64)
-        inv_freq, at = frequencies(encoding, K)[0], np.arange(bias.LENGTH)
-        for head in range(bias.HEADS):
+        inv_freq, at = frequencies(encoding, K)[0], np.arange(drope_models.LENGTH)
+        for head in range(drope_models.HEADS):
             q, k = (rotated(h @ w[:, head], inv_freq, at) for w in (w_q, w_k))
             logits = np.where(np.tri(len(h)), q @ k.T / math.sqrt(K), -np.inf)
             np.testing.assert_allclose(drope_models.softmax(logits), alpha[head], atol=1e-5)
