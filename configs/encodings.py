@@ -21,7 +21,7 @@ size=laptop: about 6 minutes on two CPU cores, times the same.
 Expected: no paper has all of them at this size. Table 1's RoPE has validation perplexity 21.72.
 
 RoPE's base is that of the table's model (1e6; 200 at laptop size, where windows have 64 tokens), and lengths in the
-schemes' settings that mean the training length follow it: 1024, or 64.
+settings of pe_lab's schemes that mean the training length follow it: 1024, or 64. One of your own has its defaults.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def scheme(text: str, base: float, length: int) -> Any:
         return layers(text, 1)[0]
     kind = ENCODINGS[text]
     fields = {f.name for f in dataclasses.fields(kind)}
-    settings = {name: length for name in LENGTHS if name in fields}
-    if "base" in fields:
-        settings["base"] = base
+    settings = {}
+    if kind.__module__.startswith("pe_lab."):  # one of your own has its own defaults
+        settings = {name: length for name in LENGTHS if name in fields} | ({"base": base} if "base" in fields else {})
     try:
         encoding = kind(**settings)
     except TypeError:
