@@ -12,7 +12,19 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pe_lab.positional.encodings import alibi_slopes
-from pe_lab.positional.hooks import START, Earlier, Encoding, HeadShape, Parameter, Params, bounded, normal, uniform
+from pe_lab.positional.hooks import (
+    START,
+    Earlier,
+    Encoding,
+    HeadShape,
+    Hidden,
+    Parameter,
+    Params,
+    Queries,
+    bounded,
+    normal,
+    uniform,
+)
 from pe_lab.positional.registry import register
 from pe_lab.positional.scalings import Limits, require
 
@@ -98,33 +110,34 @@ class LearnedAlibi(Encoding):
         return -bounded(params["slopes"], 0.0)[:, None, None] * distance
 
 
-# Of both kernels of KERPLE: the bound below r1 and r2. A trained r1 may go down to it, and starts at 0 if `unchanged`.
-_KERPLE: Limits = START | {"least": (lambda x: 0 <= x < 1, "it must lie in [0, 1).")}
-
-
-@register("kerple_log")
 @dataclass(frozen=True)
-class KerpleLog(Encoding):
-    """KERPLE's logarithmic kernel (Chi et al. 2022, arXiv 2205.09921): -r1 ln(1 + r2 d), learned `r1` and `r2` [H].
+class Kerple(Encoding):
+    """Base of both kernels of KERPLE (Chi et al. 2022, arXiv 2205.09921), with learned `r1` and `r2` [H].
 
-    r1 starts uniform in [0, 2], r2 in [0, 1]. Both are used as `least` where they are below it, and their gradients
-    pass: the authors clamp parameters in place. `unchanged` with least=0: the bias starts at 0.
+    They start uniform from 0 to `highest`. Both are used as `least` where they are below it, and their gradients pass:
+    the authors clamp parameters in place. `unchanged`: r1 starts at 0, and with least=0 the bias does too.
     """
 
-    display_name = "KERPLE (log)"
     relative = True
+    highest: ClassVar[tuple[float, float]]
 
     least: float = 0.01
     start: Literal["published", "unchanged"] = "published"
 
-    limits: ClassVar[Limits] = _KERPLE
+    limits: ClassVar[Limits] = START | {"least": (lambda x: 0 <= x < 1, "it must lie in [0, 1).")}
 
     def init(self, key: Array, shape: HeadShape) -> dict[str, Parameter]:
-        H, published = shape.num_heads, float(self.start == "published")
-        return {
-            "r1": Parameter(uniform(key, 0, 0.0, 2.0, H) * published, ("heads",)),
-            "r2": Parameter(uniform(key, 1, 0.0, 1.0, H), ("heads",)),
-        }
+        r1, r2 = (uniform(key, n, 0.0, high, shape.num_heads) for n, high in enumerate(self.highest))
+        return {"r1": Parameter(r1 * float(self.start == "published"), ("heads",)), "r2": Parameter(r2, ("heads",))}
+
+
+@register("kerple_log")
+@dataclass(frozen=True)
+class KerpleLog(Kerple):
+    """KERPLE's logarithmic kernel: -r1 ln(1 + r2 d). r1 starts in [0, 2], r2 in [0, 1]."""
+
+    display_name = "KERPLE (log)"
+    highest = (2.0, 1.0)
 
     def bias(
         self, params: Params, query_positions: Int[Array, " T"], key_positions: Int[Array, " S"]
@@ -136,26 +149,11 @@ class KerpleLog(Encoding):
 
 @register("kerple_power")
 @dataclass(frozen=True)
-class KerplePower(Encoding):
-    """KERPLE's power kernel (Chi et al. 2022, arXiv 2205.09921): -r1 d^r2, learned `r1` and `r2` [H], r2 at most 2.
-
-    r1 starts uniform in [0, 1], r2 in [0, 2]; bounds and `unchanged` as for `KerpleLog`.
-    """
+class KerplePower(Kerple):
+    """KERPLE's power kernel: -r1 d^r2, r2 at most 2. r1 starts in [0, 1], r2 in [0, 2]."""
 
     display_name = "KERPLE (power)"
-    relative = True
-
-    least: float = 0.01
-    start: Literal["published", "unchanged"] = "published"
-
-    limits: ClassVar[Limits] = _KERPLE
-
-    def init(self, key: Array, shape: HeadShape) -> dict[str, Parameter]:
-        H, published = shape.num_heads, float(self.start == "published")
-        return {
-            "r1": Parameter(uniform(key, 0, 0.0, 1.0, H) * published, ("heads",)),
-            "r2": Parameter(uniform(key, 1, 0.0, 2.0, H), ("heads",)),
-        }
+    highest = (1.0, 2.0)
 
     def bias(
         self, params: Params, query_positions: Int[Array, " T"], key_positions: Int[Array, " S"]
@@ -268,7 +266,7 @@ class ForgettingGate(Encoding):
             "bias": Parameter(jnp.full(H, bias), ("heads",)),
         }
 
-    def running_sum(self, params: Params, x: Float[Array, "B T D"], earlier: Earlier) -> Float[Array, "B T H"]:
+    def running_sum(self, params: Params, x: Hidden, earlier: Earlier) -> Float[Array, "B T H"]:
         gate = jnp.einsum("btd,dh->bth", x.astype(jnp.float32), params["weight"], precision="highest")
         return jax.nn.log_sigmoid(gate + params["bias"])
 
@@ -307,9 +305,7 @@ class ContextualPosition(Encoding):
     def init(self, key: Array, shape: HeadShape) -> dict[str, Parameter]:
         return {"embedding": Parameter(jnp.zeros((shape.head_dim, self.positions)), ("head_dim", None))}
 
-    def logits(
-        self, params: Params, q: Float[Array, "B T H K"], logits: Float[Array, "B H T S"]
-    ) -> Float[Array, "B H T S"]:
+    def logits(self, params: Params, q: Queries, logits: Float[Array, "B H T S"]) -> Float[Array, "B H T S"]:
         gates = jnp.where(logits > -5e29, jax.nn.sigmoid(logits), 0.0)  # those that are not seen are at -1e30
         position = jnp.minimum(jax.lax.cumsum(gates, axis=3, reverse=True), self.positions - 1)
         by_position = jnp.einsum("bthk,kp->bhtp", q.astype(jnp.float32), params["embedding"])
