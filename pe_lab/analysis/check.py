@@ -212,9 +212,4 @@ def write_table(path: Path, rows: Sequence[Sequence[str]]) -> None:
     write_file(path, f"{text[: start + len(MARKERS[0])]}{table}\n{text[end:]}".encode())
 
 
-ANALYSIS = Analysis(
-    "pe_lab.positional.hooks",
-    _options,
-    _run,
-    models=False,
-)
+ANALYSIS = Analysis("pe_lab.positional.hooks", _options, _run, models=False)

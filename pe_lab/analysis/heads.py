@@ -276,8 +276,8 @@ def _run(session: AnalysisSession) -> Findings:
     length = int(session.sequences.lengths.min())
 
     def of_batch(lm: LanguageModel, batch: Sequences) -> Mapping[str, np.ndarray]:
-        places = dict(segments=batch.segments, positions=batch.positions)
-        return measure(lm, batch.tokens, chosen, questions=batch.questions, length=length, **places)._asdict()
+        found = measure(lm, batch.tokens, chosen, questions=batch.questions, length=length, **batch.places)
+        return found._asdict()
 
     measured = session.measure(PROTOCOL, of_batch, [session.arguments.layers, length])
     means = [{name: value.mean(0) for name, value in found.items()} for found in measured]
@@ -502,8 +502,4 @@ def _profiles(
     return figures
 
 
-ANALYSIS = Analysis(
-    "p-RoPE, Figures 5, 7a and 9; DroPE, Figures 7 and 8; DoPE, Figure 2",
-    _options,
-    _run,
-)
+ANALYSIS = Analysis("p-RoPE, Figures 5, 7a and 9; DroPE, Figures 7 and 8; DoPE, Figure 2", _options, _run)

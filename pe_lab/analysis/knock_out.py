@@ -446,8 +446,4 @@ def _figures(mask: str, one: Knocked, counts: Sequence[int], suffix: str, of: st
     ]
 
 
-ANALYSIS = Analysis(
-    "causal checks of retrieval heads (arXiv 2606.21249)",
-    _options,
-    _run,
-)
+ANALYSIS = Analysis("causal checks of retrieval heads (arXiv 2606.21249)", _options, _run)

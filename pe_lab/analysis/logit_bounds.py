@@ -127,8 +127,7 @@ def _run(session: AnalysisSession) -> Findings:
     check_length("logit_bounds", session.sequences, FIRST)
 
     def of_batch(lm: LanguageModel, batch: Sequences) -> dict[str, Any]:
-        places = dict(segments=batch.segments, positions=batch.positions)
-        return measure(lm, batch.tokens, session.layers(lm), **places)._asdict()
+        return measure(lm, batch.tokens, session.layers(lm), **batch.places)._asdict()
 
     measured = session.measure(PROTOCOL, of_batch, session.arguments.layers)
     numbers: dict[str, np.ndarray] = {}
@@ -240,8 +239,4 @@ def _figures(
     ]
 
 
-ANALYSIS = Analysis(
-    "p-RoPE, section D.1, Tables 3 to 5",
-    _options,
-    _run,
-)
+ANALYSIS = Analysis("p-RoPE, section D.1, Tables 3 to 5", _options, _run)

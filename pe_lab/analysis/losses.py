@@ -18,6 +18,7 @@ from pe_lab.analysis.analysis import Identity
 from pe_lab.analysis.sequences import Sequences
 from pe_lab.analysis.session import AnalysisSession, sequence_groups
 from pe_lab.attention.statistics import ArrayLike
+from pe_lab.evaluation.variants import Variant
 from pe_lab.language_model import LanguageModel, Tokens
 from pe_lab.model import Model, Params, cross_entropy
 from pe_lab.model.layer_pass import advance, embed, forward_model
@@ -174,7 +175,7 @@ def measure_edits(
         for group, count, e in (pieces[n] for n in chosen):
             batch = sequences.batch(group)
             if streams is None or of != group:
-                streams, of = Streams(lm, batch.tokens, batch.segments, batch.positions), group
+                streams, of = Streams(lm, batch.tokens, **batch.places), group
             yield measure(streams, edits[e], batch)[:count]
 
     results = iter(shared(fresh, measured, [pieces[n][1] * costs[pieces[n][2]] for n in fresh]))
@@ -195,31 +196,39 @@ class EditedLosses:
 
     Attributes:
       session: keeps the parts.
-      identity: what a part's numbers depend on, beside the encodings and the sequence.
-      lm: the model without edits.
+      variant: the model without edits.
+      after: all its layers, edited.
       sequences: with targets.
       edges: of the bins, from 0 to T.
       on_work: is called with the work that is done (see `work`), and with whether it was found done.
     """
 
     session: AnalysisSession
-    identity: dict[str, Any]
-    lm: LanguageModel
+    variant: Variant
+    after: Layers
     sequences: Sequences
     edges: Int[np.ndarray, " edges"]
     on_work: Callable[[float, bool], None] = lambda work, found: None
 
+    def __post_init__(self) -> None:
+        self.lm = self.variant.at(self.sequences.length)
+
+    def layers(self, places: Sequence[EditPlace]) -> Layers:
+        """The layers with some places edited."""
+        return edited_layers(self.lm.layers, self.after, places)
+
     def measure(
-        self, edits: Sequence[Layers], indices: Sequence[int], base: Layers | None = None
+        self, sets: Sequence[Sequence[EditPlace]], indices: Sequence[int], base: Sequence[EditPlace] = ()
     ) -> Float[np.ndarray, "E S bins 2"]:
-        """Summed losses, nats, and their number, by edit, sequence and bin.
+        """Summed losses, nats, and their number, by set of edits, sequence and bin.
 
         Args:
-          edits: the layers of each edited model.
+          sets: the places that are edited in each model.
           indices: of the S sequences.
-          base: layers whose streams are kept for all edits; None: the model's.
+          base: places that are edited in all of them: the streams of the model with these edits are kept.
         """
-        lm = self.lm if base is None else dataclasses.replace(self.lm, layers=base)
+        lm = dataclasses.replace(self.lm, layers=self.layers(base))
+        edits = [self.layers(places) for places in sets]
 
         def losses(streams: Streams, edit: Layers, batch: Sequences) -> list[Arrays]:
             found = streams.under(dataclasses.replace(self.lm, layers=edit)).losses(batch.targets)
@@ -227,7 +236,7 @@ class EditedLosses:
 
         found = np.zeros((len(edits), len(indices), len(self.edges) - 1, 2))
         row = {index: s for s, index in enumerate(indices)}
-        costs = [self.work(edit, base) for edit in edits]
+        costs = [self.work(places, base) for places in sets]
         measured = measure_edits(self.session, lm, self.sequences, indices, edits, self._part, losses, costs)
         for e, group, parts, existed in measured:
             for index, part in zip(group, parts, strict=True):
@@ -235,14 +244,14 @@ class EditedLosses:
             self.on_work(len(group) * costs[e], existed)
         return found
 
-    def work(self, layers: Layers, base: Layers | None = None) -> float:
-        """The work of one sequence under an edit, in tokens times layers; the output counts as some layers.
+    def work(self, places: Sequence[EditPlace], base: Sequence[EditPlace] = ()) -> float:
+        """The work of one sequence under edits, in tokens times layers; the output counts as some layers.
 
         Without an edit all layers are run, and their inputs kept for the edits.
         """
         weights = self._layer_weights
         output = self.lm.config.d_model * self.lm.config.vocab_size / weights
-        run = self.lm.config.layers - first_difference(self.lm.layers if base is None else base, layers)
+        run = self.lm.config.layers - first_difference(self.layers(base), self.layers(places))
         return self.sequences.length * ((run or self.lm.config.layers) + output)
 
     @functools.cached_property
@@ -252,7 +261,7 @@ class EditedLosses:
 
     def _part(self, layers: Layers, index: int) -> dict[str, Any]:
         return {
-            **self.identity,
+            "checkpoint": self.variant.subject.id,
             "protocol": PROTOCOL,
             "encodings": digest([to_json(layer) for layer in layers]),
             "sequence": self.sequences.digests[index],

@@ -78,6 +78,11 @@ class Sequences:
         """T."""
         return self.tokens.shape[1]
 
+    @property
+    def places(self) -> dict[str, Any]:
+        """Segments and positions, as functions of tokens take them."""
+        return {"segments": self.segments, "positions": self.positions}
+
     def batch(self, indices: Sequence[int]) -> Sequences:
         """The sequences of these indices."""
         chosen = list(indices)
@@ -108,13 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser, count: int, suites: str = "")
     """
     add = parser.add_argument
     add("--length", help="tokens of a sequence, such as 2048, 8k or 2x the training length (default: 1x)")
-    add(
-        "--sequences",
-        type=positive,
-        default=count,
-        metavar="N",
-        help="how many sequences (default: %(default)s)",
-    )
+    add("--sequences", type=positive, default=count, metavar="N", help="how many sequences (default: %(default)s)")
     text = "a glob, or jsonl:, parquet:, arrow:, hf:, tfds:, stdlib (default: the text that the run's data holds out)"
     add("--text", metavar="SOURCE", help=f"the text of the sequences: {text}")
     if suites:

@@ -136,6 +136,7 @@ class AnalysisSession:
             for variant in self.variants
         ]
         known = self.parts.find_all([identity for of_variant in identities for identity in of_variant])
+        self.reused += len(known)
         planned, groups = set(known), []
         for v, lm in enumerate(models):
             missing = [i for i, identity in enumerate(identities[v]) if digest(identity) not in planned]
@@ -149,7 +150,6 @@ class AnalysisSession:
 
         total = len(self.variants) * len(sequences)
         done = total - sum(count for *_, count in groups)
-        self.reused += done
         with self.progress(self.analysis, total) as progress:
             progress.found(done)
             for (v, indices, count), parts in zip(groups, shared(groups, measured), strict=True):

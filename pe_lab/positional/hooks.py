@@ -24,6 +24,7 @@ Outputs = Float[Array, "B T H K"]  # of attention
 Keys = Float[Array, "B T G K"]
 Values = Float[Array, "B T G K"]
 Hidden = Float[Array, "B T D"]
+Bias = Float[Array, "H T S"]  # of logits
 Positions = Int[Array, "#B T"]
 
 
@@ -126,9 +127,7 @@ class Encoding(CheckedFields):
         """
         raise NotImplementedError
 
-    def bias(
-        self, params: Params, query_positions: Int[Array, " T"], key_positions: Int[Array, " S"]
-    ) -> Float[Array, "H T S"]:
+    def bias(self, params: Params, query_positions: Int[Array, " T"], key_positions: Int[Array, " S"]) -> Bias:
         """Added to the logits of a block of queries and keys; at a key after its query, any finite number."""
         raise NotImplementedError
 

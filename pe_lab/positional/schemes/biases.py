@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 from pe_lab.positional.encodings import alibi_slopes
 from pe_lab.positional.hooks import (
     START,
+    Bias,
     Earlier,
     Encoding,
     HeadShape,
@@ -77,9 +78,7 @@ class T5Bias(Encoding):
         bucket = np.where(distance < exact, distance, exact + np.floor(far + 1e-9))
         return np.concatenate([[0], np.minimum(bucket, self.buckets - 1)]).astype(np.int32)
 
-    def bias(
-        self, params: Params, query_positions: Int[Array, " T"], key_positions: Int[Array, " S"]
-    ) -> Float[Array, "H T S"]:
+    def bias(self, params: Params, query_positions: Int[Array, " T"], key_positions: Int[Array, " S"]) -> Bias:
         distance = jnp.minimum(distances(query_positions, key_positions), self.max_distance)
         return params["table"].T[:, jnp.asarray(self.bucket_of())[distance]]
 
@@ -103,9 +102,7 @@ class LearnedAlibi(Encoding):
         slopes = alibi_slopes(shape.num_heads) * float(self.start == "published")
         return {"slopes": Parameter(jnp.asarray(slopes, jnp.float32), ("heads",))}
 
-    def bias(
-        self, params: Params, query_positions: Int[Array, " T"], key_positions: Int[Array, " S"]
-    ) -> Float[Array, "H T S"]:
+    def bias(self, params: Params, query_positions: Int[Array, " T"], key_positions: Int[Array, " S"]) -> Bias:
         distance = distances(query_positions, key_positions).astype(jnp.float32)
         return -bounded(params["slopes"], 0.0)[:, None, None] * distance
 
@@ -139,9 +136,7 @@ class KerpleLog(Kerple):
     display_name = "KERPLE (log)"
     highest = (2.0, 1.0)
 
-    def bias(
-        self, params: Params, query_positions: Int[Array, " T"], key_positions: Int[Array, " S"]
-    ) -> Float[Array, "H T S"]:
+    def bias(self, params: Params, query_positions: Int[Array, " T"], key_positions: Int[Array, " S"]) -> Bias:
         distance = distances(query_positions, key_positions).astype(jnp.float32)
         r1, r2 = (bounded(params[name], self.least)[:, None, None] for name in ("r1", "r2"))
         return -r1 * jnp.log1p(r2 * distance)
@@ -155,9 +150,7 @@ class KerplePower(Kerple):
     display_name = "KERPLE (power)"
     highest = (1.0, 2.0)
 
-    def bias(
-        self, params: Params, query_positions: Int[Array, " T"], key_positions: Int[Array, " S"]
-    ) -> Float[Array, "H T S"]:
+    def bias(self, params: Params, query_positions: Int[Array, " T"], key_positions: Int[Array, " S"]) -> Bias:
         distance = distances(query_positions, key_positions).astype(jnp.float32)
         r1 = bounded(params["r1"], self.least)[:, None, None]
         r2 = bounded(params["r2"], self.least, 2.0)[:, None, None]
@@ -212,9 +205,7 @@ class Fire(Encoding):
             found[f"b{n + 1}"] = Parameter(uniform(key, 2 * n + 1, -bound, bound, outer), (axis,))
         return found
 
-    def bias(
-        self, params: Params, query_positions: Int[Array, " T"], key_positions: Int[Array, " S"]
-    ) -> Float[Array, "H T S"]:
+    def bias(self, params: Params, query_positions: Int[Array, " T"], key_positions: Int[Array, " S"]) -> Bias:
         def psi(x: jax.Array) -> jax.Array:
             return jnp.log1p(jnp.abs(params["c"] * x))
 

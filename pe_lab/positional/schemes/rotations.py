@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from pe_lab.errors import ConfigError
-from pe_lab.positional.encodings import Rotary
+from pe_lab.positional.encodings import Rotary, rope_spectrum
 from pe_lab.positional.hooks import (
     START,
     Earlier,
@@ -73,11 +73,6 @@ class ClippedRope(Rotary):
         taper = 0.5 * (1 + np.cos(np.linspace(0, math.pi, clipped)))
         inv_freq[R - clipped :] *= 0.0 if self.hard else taper
         return inv_freq, gain
-
-
-def rope_spectrum(base: float, dim: int) -> np.ndarray:
-    """RoPE's frequencies [dim / 2], radians per position."""
-    return base ** (-2.0 * np.arange(dim // 2) / dim)
 
 
 @register("xpos")
