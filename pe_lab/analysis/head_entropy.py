@@ -103,16 +103,14 @@ def measure(
 ) -> HeadEntropy:
     """The spectra of the Gram matrices of a batch of sequences (eq. 23 to 26).
 
-    Memory is linear in the length: Gram matrices add up block by block, in float32.
+    Memory is linear in the length: Gram matrices add up block by block, in float32. Other arguments as in
+    `frequency_use.measure`.
 
     Args:
       lm: the model under a scaling. `pre_ntk` measures its checkpoint's own encodings instead.
-      tokens: as `lm.logits` takes them.
-      layers: None: all.
       indicator: query, key, or both.
       stage: pre_ntk, post_ntk or post_rope.
       lengths: tokens of each sequence that count, from its first; None: all.
-      places: `segments` and `positions` of the tokens, for packed documents.
 
     Raises:
       UserError: a layer, an indicator or a stage that does not exist.

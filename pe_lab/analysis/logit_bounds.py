@@ -56,13 +56,7 @@ class LogitBounds(NamedTuple):
 def measure(lm: LanguageModel, tokens: Tokens, layers: Sequence[int] | None = None, **places: Any) -> LogitBounds:
     """The logits of each head against their Cauchy-Schwarz bounds, on a batch of sequences of at least two tokens.
 
-    Args:
-      tokens: as `lm.logits` takes them.
-      layers: None: all.
-      places: `segments` and `positions` of the tokens, for packed documents, where the first token is the document's.
-
-    Raises:
-      UserError: a layer that does not exist.
+    Arguments as in `frequency_use.measure`. In packed documents the first token is the document's.
     """
     found = lm.layer_pass(lm.sequences(tokens), _of_layer, checked_layers(lm.config.layers, layers), **places)
     return LogitBounds(*(np.stack(arrays, 1) for arrays in zip(*found, strict=True)))

@@ -272,13 +272,9 @@ class EditedLosses:
 
 def shortened(sequences: Sequences, length: int) -> Sequences:
     """The first `length` tokens of each sequence of text."""
-
-    def of(x: np.ndarray | None) -> np.ndarray | None:
-        return None if x is None else x[:, :length]
-
-    arrays = (of(x) for x in (sequences.targets, sequences.segments, sequences.positions))
-    lengths = np.minimum(sequences.lengths, length)
-    return Sequences(sequences.name, sequences.tokens[:, :length], lengths, *arrays)
+    arrays = (sequences.tokens, sequences.targets, sequences.segments, sequences.positions)
+    tokens, *others = jax.tree.map(lambda x: x[:, :length], arrays)
+    return Sequences(sequences.name, tokens, np.minimum(sequences.lengths, length), *others)
 
 
 def counted_targets(sequences: Sequences) -> Bool[np.ndarray, "S T"]:

@@ -74,13 +74,7 @@ def measure(lm: LanguageModel, tokens: Tokens, layers: Sequence[int] | None = No
     From the input of each layer on, all is computed in float32, whatever the compute dtype: differences from uniform
     attention may be smaller than the rounding of bfloat16. Memory is linear in the length, time quadratic.
 
-    Args:
-      tokens: as `lm.logits` takes them, at least three.
-      layers: None: all.
-      places: `segments` and `positions` of the tokens, for packed documents.
-
-    Raises:
-      UserError: too few tokens, or a layer that does not exist.
+    Arguments as in `frequency_use.measure`; `UserError` for fewer than three tokens too.
     """
     ids = lm.sequences(tokens)
     if ids.shape[1] < LEAST:

@@ -7,8 +7,9 @@ import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jaxtyping import Int, Int32
 
@@ -32,8 +33,7 @@ from pe_lab.terminal import any_seed, positive
 NEEDLES = needles.SUITE.name  # the suite of symbols, which the model was trained with
 
 
-@dataclass(frozen=True)
-class SequenceQuestions:
+class SequenceQuestions(NamedTuple):
     """Tokens that repeat a needle: Q for each of S sequences, which hold the right answers already.
 
     Attributes:
@@ -85,22 +85,15 @@ class Sequences:
 
     def batch(self, indices: Sequence[int]) -> Sequences:
         """The sequences of these indices."""
-        chosen = list(indices)
-
-        def of(x: Any) -> Any:
-            return None if x is None else np.asarray(x)[chosen]
-
-        asked = self.questions
-        questions = None if asked is None else SequenceQuestions(*(of(x) for x in vars(asked).values()))
-        arrays = (of(x) for x in (self.tokens, self.lengths, self.targets, self.segments, self.positions))
-        return Sequences(self.name, *arrays, questions)
+        arrays = (self.tokens, self.lengths, self.targets, self.segments, self.positions, self.questions)
+        return Sequences(self.name, *jax.tree.map(lambda x: np.asarray(x)[list(indices)], arrays))
 
     @functools.cached_property
     def digests(self) -> tuple[str, ...]:
         """A digest of each sequence, with its documents and questions."""
         parts: list[Any] = [self.tokens, self.lengths]
         parts += [x for x in (self.targets, self.segments) if x is not None]
-        parts += [] if self.questions is None else list(vars(self.questions).values())
+        parts += self.questions or []
         return tuple(digest([np.asarray(part[i]).tolist() for part in parts], 24) for i in range(len(self)))
 
 

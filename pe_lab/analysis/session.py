@@ -230,8 +230,6 @@ def _subjects(target: EvaluationTarget, seeds: int | None) -> list[Subject]:
     found = [one for n, one in enumerate(found) if one.id not in {before.id for before in found[:n]}]
     if seeds is None:
         return found
-    if seeds < 1:
-        raise ConfigError(f"--init is {seeds}; give the number of random initializations, at least 1.")
     shapes = {repr((one.lm.config, one.lm.layers)): one for one in found}
     return [
         Subject(one.lm.initialized(seed), one.run, f"initialization {seed}")
