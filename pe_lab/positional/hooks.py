@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pe_lab.errors import ConfigError, call
-from pe_lab.positional.scalings import CheckedFields, Limits
+from pe_lab.positional.scalings import CheckedFields
 
 Params = Mapping[str, Array]
 Earlier = Callable[[Array, int], Array]
@@ -228,10 +228,9 @@ def parameter_settings(encoding: Encoding, shape: HeadShape) -> dict[str, Parame
     return {name: settings[name]._replace(value=shapes[name]) for name in settings}
 
 
-# Of the field `start` of a scheme, Literal["published", "unchanged"].
-# `published`: the authors' initial values. `unchanged`: values at which the scheme changes no function, so that surgery
-# can add it to a trained model.
-START: Limits = {"start": (lambda x: x in ("published", "unchanged"), "it must be published or unchanged.")}
+# How the parameters of a scheme start. `published`: at the authors' values. `unchanged`: where the scheme changes no
+# function, so that surgery can add it to a trained model.
+Start = Literal["published", "unchanged"]
 
 DEVIATION = 0.02  # standard deviation of the initial weights of language models
 

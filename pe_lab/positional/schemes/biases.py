@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,6 @@ from jaxtyping import Array, Float, Int
 
 from pe_lab.positional.encodings import alibi_slopes
 from pe_lab.positional.hooks import (
-    START,
     Bias,
     Earlier,
     Encoding,
@@ -22,6 +21,7 @@ from pe_lab.positional.hooks import (
     Parameter,
     Params,
     Queries,
+    Start,
     bounded,
     normal,
     uniform,
@@ -51,9 +51,9 @@ class T5Bias(Encoding):
 
     buckets: int = 32
     max_distance: int = 128
-    start: Literal["published", "unchanged"] = "published"
+    start: Start = "published"
 
-    limits: ClassVar[Limits] = START | {
+    limits: ClassVar[Limits] = {
         "buckets": (lambda x: 2 <= x < 2**16 and x % 2 == 0, "give an even number from 2."),
         "max_distance": (lambda x: 1 <= x < 2**24 and x == int(x), "give a whole number of tokens."),
     }
@@ -94,9 +94,7 @@ class LearnedAlibi(Encoding):
     display_name = "learned ALiBi"
     relative = True
 
-    start: Literal["published", "unchanged"] = "published"
-
-    limits: ClassVar[Limits] = START
+    start: Start = "published"
 
     def init(self, key: Array, shape: HeadShape) -> dict[str, Parameter]:
         slopes = alibi_slopes(shape.num_heads) * float(self.start == "published")
@@ -119,9 +117,9 @@ class Kerple(Encoding):
     highest: ClassVar[tuple[float, float]]
 
     least: float = 0.01
-    start: Literal["published", "unchanged"] = "published"
+    start: Start = "published"
 
-    limits: ClassVar[Limits] = START | {"least": (lambda x: 0 <= x < 1, "it must lie in [0, 1).")}
+    limits: ClassVar[Limits] = {"least": (lambda x: 0 <= x < 1, "it must lie in [0, 1).")}
 
     def init(self, key: Array, shape: HeadShape) -> dict[str, Parameter]:
         r1, r2 = (uniform(key, n, 0.0, high, shape.num_heads) for n, high in enumerate(self.highest))
@@ -181,9 +179,9 @@ class Fire(Encoding):
     initial_c: float = 0.1
     width: int = 32
     depth: int = 1
-    start: Literal["published", "unchanged"] = "published"
+    start: Start = "published"
 
-    limits: ClassVar[Limits] = START | {
+    limits: ClassVar[Limits] = {
         "initial_length": (lambda x: 1 <= x < 2**31, "it must be a number of tokens from 1."),
         "initial_c": (lambda x: 1e-6 <= x <= 1e6, "it must lie in [1e-6, 1e6]."),
         "width": (lambda x: 1 <= x < 2**16 and x == int(x), "give a whole number from 1."),

@@ -14,7 +14,6 @@ from jaxtyping import Array, Float
 from pe_lab.errors import ConfigError
 from pe_lab.positional.encodings import Rotary, rope_spectrum
 from pe_lab.positional.hooks import (
-    START,
     Earlier,
     Encoding,
     HeadShape,
@@ -24,6 +23,7 @@ from pe_lab.positional.hooks import (
     Params,
     Positions,
     Queries,
+    Start,
     normal,
     uniform,
 )
@@ -157,7 +157,6 @@ class FoPE(Encoding):
             "give an even number from 2, or leave it out.",
         ),
         "fraction": (lambda x: 0 < x <= 1, "it must lie in (0, 1]."),
-        "rest": (lambda x: x in ("unrotated", "doubled"), "it must be unrotated or doubled."),
     }
 
     def series(self, head_dim: int) -> tuple[np.ndarray, int]:
@@ -217,8 +216,6 @@ class PoPE(Encoding):
 
     base: float = 10000.0
     initial: Literal["zero", "uniform"] = "zero"
-
-    limits: ClassVar[Limits] = {"initial": (lambda x: x in ("zero", "uniform"), "it must be zero or uniform.")}
 
     def init(self, key: Array, shape: HeadShape) -> dict[str, Parameter]:
         size = (shape.num_kv_heads, shape.head_dim)
@@ -299,7 +296,7 @@ def gates(parameter: Float[Array | np.ndarray, "*layers H"]) -> Float[Array, "*l
     return jnp.clip((1 + 2 * GATE_STRETCH) * jax.nn.sigmoid(parameter) - GATE_STRETCH, 0.0, 1.0)
 
 
-_LIMITS: Limits = START | {
+_LIMITS: Limits = {
     "rank": (lambda x: 1 <= x < 2**20 and x == int(x), "give a whole number from 1."),
     "temperature": (lambda x: 1e-6 <= x <= 1e6, "it must lie in [1e-6, 1e6]."),
     "convolution": (lambda x: 1 <= x <= 64 and x == int(x), "give the width in tokens, from 1 (none) to 64."),
@@ -339,7 +336,7 @@ class SelectiveRope(Encoding):
     convolution: int = 1
     log_bias: bool = False
     gate: bool = False
-    start: Literal["published", "unchanged"] = "published"
+    start: Start = "published"
 
     limits: ClassVar[Limits] = _LIMITS
 
@@ -396,7 +393,7 @@ class ContentRotation(Encoding):
     rank: int = 32
     base: float = 500000.0
     temperature: float = 1.0
-    start: Literal["published", "unchanged"] = "published"
+    start: Start = "published"
 
     limits: ClassVar[Limits] = _LIMITS
 
@@ -407,9 +404,7 @@ class ContentRotation(Encoding):
         return _rotated(q, k, _phi(params, _units(params, x)) * _factors(self.base, self.temperature, q.shape[-1]))
 
 
-def _projection(
-    key: Array, shape: HeadShape, rank: int, start: Literal["published", "unchanged"]
-) -> dict[str, Parameter]:
+def _projection(key: Array, shape: HeadShape, rank: int, start: Start) -> dict[str, Parameter]:
     H, G, K, D = shape
     if D % H:
         raise ConfigError(

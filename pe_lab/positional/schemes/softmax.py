@@ -12,7 +12,6 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from pe_lab.positional.hooks import (
-    START,
     Encoding,
     HeadShape,
     Hidden,
@@ -22,6 +21,7 @@ from pe_lab.positional.hooks import (
     Params,
     Positions,
     Queries,
+    Start,
     Values,
     normal,
 )
@@ -112,9 +112,7 @@ class GatedOutput(Encoding):
     content = True
 
     per: Literal["channel", "head"] = "channel"
-    start: Literal["published", "unchanged"] = "published"
-
-    limits: ClassVar[Limits] = START | {"per": (lambda x: x in ("channel", "head"), "it must be channel or head.")}
+    start: Start = "published"
 
     def init(self, key: Array, shape: HeadShape) -> dict[str, Parameter]:
         size, axes = (shape.d_model, shape.num_heads), ("embed", "heads")
