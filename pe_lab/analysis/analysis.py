@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import io
+import zipfile
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,12 +71,8 @@ class Parts:
                 return dict(stored)
         except StoreError:
             raise
-        except (OSError, ValueError, EOFError, KeyError):
+        except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error):
             return None
-        except Exception as error:  # zipfile's and zlib's own errors share no class
-            if type(error).__module__ in ("zipfile", "zlib"):
-                return None
-            raise
 
     def find_all(self, identities: Sequence[Identity]) -> dict[str, dict[str, np.ndarray]]:
         """The parts that were measured, by the digest of their identity."""

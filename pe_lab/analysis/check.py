@@ -20,7 +20,7 @@ from pe_lab.attention.capabilities import AttentionRequest
 from pe_lab.attention.dispatch import IMPLEMENTATIONS, layer_request, reasons_against
 from pe_lab.config import from_dict
 from pe_lab.errors import ConfigError
-from pe_lab.model import Model, Params
+from pe_lab.model import Model
 from pe_lab.model.encoding_check import CONFIG, LENGTH, Check, check
 from pe_lab.positional import HOOKS, Layer, Rope, Schedule, build_schedule, has, label, layers
 from pe_lab.positional.registry import ENCODINGS
@@ -80,11 +80,6 @@ def kernels_of(layer: Layer) -> list[str]:
     return found
 
 
-def _kernels_text(layer: Layer) -> str:
-    names = kernels_of(layer)
-    return "all" if len(names) == len(KERNELS) else ", ".join(names)
-
-
 def row(layer: Layer, found: Sequence[Check], with_cost: bool) -> tuple[str, ...]:
     """One line of the table. A declared property that its check did not show has an exclamation mark."""
     by_name = {one.name: one for one in found}
@@ -96,6 +91,7 @@ def row(layer: Layer, found: Sequence[Check], with_cost: bool) -> tuple[str, ...
         return ("yes" if one.found else "no") + ("!" if one.fails else "")
 
     acting = [encoding for _, encoding in layer.acting()]
+    kernels = kernels_of(layer)
     hooks = [h for h in ("frequencies", "slopes", *HOOKS) if any(has(one, h) for one in acting)]
     return (
         label(layer),
@@ -104,7 +100,7 @@ def row(layer: Layer, found: Sequence[Check], with_cost: bool) -> tuple[str, ...
             cell(name)
             for name in ("causal", "relative", "static", "cached", "packed", "sharded", "learned", "bfloat16")
         ),
-        _kernels_text(layer),
+        "all" if len(kernels) == len(KERNELS) else ", ".join(kernels),
         f"{_wide(layer)[0].num_parameters - Model(_WIDE).num_parameters:,}",
         f"{cost(layer):.2f}" if with_cost else "–",
     )
@@ -146,13 +142,10 @@ def _training_step(layer: Layer, length: int) -> Callable[[], Any]:
     params = jax.tree.map(lambda x: jnp.full(x.shape, 0.02, x.dtype), model.shapes)  # values take no time
     tokens = jnp.zeros((1, length), jnp.int32)
     batch = {"tokens": tokens, "targets": tokens, "weights": jnp.ones(tokens.shape)}
-    step = functools.partial(jax.jit(jax.grad(functools.partial(_loss, model, schedule))), params, batch)
+    gradient = jax.grad(lambda params, batch: model.loss_sum(params, batch, schedule))
+    step = functools.partial(jax.jit(gradient), params, batch)
     jax.block_until_ready(step())
     return step
-
-
-def _loss(model: Model, schedule: Schedule, params: Params, batch: Any) -> jax.Array:
-    return model.loss_sum(params, batch, schedule)
 
 
 def failures(layer: Layer, found: Sequence[Check]) -> list[str]:
@@ -212,9 +205,4 @@ def write_table(path: Path, rows: Sequence[Sequence[str]]) -> None:
     write_file(path, f"{text[: start + len(MARKERS[0])]}{table}\n{text[end:]}".encode())
 
 
-ANALYSIS = Analysis(
-    "pe_lab.positional.hooks",
-    _options,
-    _run,
-    models=False,
-)
+ANALYSIS = Analysis("pe_lab.positional.hooks", _options, _run, models=False)

@@ -304,13 +304,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     add("--grid", metavar="KEY=A,B;KEY=C", help=f"the cells, by default {defaults}")
     add("--seed", type=any_seed, default=SEED, help="which prompts (default: %(default)s)")
     add("--dry-run", action="store_true", help="print the number of cells and of tokens, and end")
-    add(
-        "--sequences",
-        type=positive,
-        default=4,
-        metavar="N",
-        help="to choose heads on (default: %(default)s)",
-    )
+    add("--sequences", type=positive, default=4, metavar="N", help="to choose heads on (default: %(default)s)")
     add(
         "--heads-suite", metavar="SUITE:TASK", help="prompts to choose heads on (default: of the first task of --suite)"
     )
@@ -544,8 +538,4 @@ def _figures(result: DopeScores, tasks: Sequence[str], suffix: str, of: str) -> 
     return drawn
 
 
-ANALYSIS = Analysis(
-    "DoPE, section 5, Tables 1 to 4",
-    _options,
-    _run,
-)
+ANALYSIS = Analysis("DoPE, section 5, Tables 1 to 4", _options, _run)

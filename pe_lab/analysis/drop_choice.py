@@ -13,10 +13,10 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from pe_lab.analysis.losses import EditedLosses, EditPlace, edited_layers, greedy_order, mean_loss
+from pe_lab.analysis.losses import EditedLosses, EditPlace, greedy_order, mean_loss
 from pe_lab.analysis.session import AnalysisSession, open_session
 from pe_lab.errors import ConfigError
-from pe_lab.positional import Layer, drop
+from pe_lab.positional import drop
 from pe_lab.results.statistics import interval
 from pe_lab.storage import AnyPath
 
@@ -71,19 +71,16 @@ def choose_layers(
     if total < 4:
         raise ConfigError(f"{total} sequences are too few to choose layers on one half and price them on the other.")
     edges = np.array([0, length])
-    identity = {"checkpoint": variant.subject.id}
-    losses = EditedLosses(session, identity, variant.at(length), sequences, edges)
+    losses = EditedLosses(session, variant, after, sequences, edges)
     choosing, pricing = range(0, total, 2), range(1, total, 2)
-
-    def layers(dropped: Sequence[int]) -> tuple[Layer, ...]:
-        return edited_layers(before, after, [EditPlace(n, None) for n in dropped])
 
     def loss(dropped: Sequence[int], tried: Sequence[int], indices: Sequence[int]) -> np.ndarray:
         """[C, S]: the loss of each sequence with each candidate dropped beside those dropped already."""
-        bins = losses.measure([layers((*dropped, n)) for n in tried], indices, layers(dropped))
+        base = [EditPlace(n) for n in dropped]
+        bins = losses.measure([[*base, EditPlace(n)] for n in tried], indices, base)
         return mean_loss(bins, edges, 0, length)
 
-    whole = mean_loss(losses.measure([before], range(total)), edges, 0, length)[0]
+    whole = mean_loss(losses.measure([()], range(total)), edges, 0, length)[0]
     base, base_pricing = whole[list(choosing)].mean(), whole[list(pricing)]
     show(f"measuring {len(candidates)} layers alone, on {len(choosing)} sequences of {length:,} tokens")
     alone = loss((), candidates, choosing).mean(-1) - base

@@ -309,9 +309,4 @@ def figures(numbers: Numbers) -> tuple[Figure, ...]:
     )
 
 
-ANALYSIS = Analysis(
-    "DroPE, Figures 6 and 11; Partial RoPE, Figure 1",
-    _options,
-    _run,
-    models=False,
-)
+ANALYSIS = Analysis("DroPE, Figures 6 and 11; Partial RoPE, Figure 1", _options, _run, models=False)

@@ -136,7 +136,7 @@ def _run(session: AnalysisSession) -> Findings:
     drawn = [session.heads(variant.lm) for variant in session.variants]
 
     def of_batch(lm: LanguageModel, batch: Sequences) -> dict[str, Any]:
-        used = measure(lm, batch.tokens, session.layers(lm), segments=batch.segments, positions=batch.positions)
+        used = measure(lm, batch.tokens, session.layers(lm), **batch.places)
         return {name: value for name, value in used._asdict().items() if name != "inv_freq"}
 
     measured = session.measure(PROTOCOL, of_batch, session.arguments.layers)
@@ -325,8 +325,4 @@ def _pair_name(index: int, frequency: float) -> str:
     return f"{index} ({2 * np.pi / frequency:,.4g} tokens)" if frequency > 0 else f"{index} (unrotated)"
 
 
-ANALYSIS = Analysis(
-    "p-RoPE, section 4, Figures 3, 4, 6, 7b and D.2",
-    _options,
-    _run,
-)
+ANALYSIS = Analysis("p-RoPE, section 4, Figures 3, 4, 6, 7b and D.2", _options, _run)

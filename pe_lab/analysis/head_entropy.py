@@ -103,16 +103,14 @@ def measure(
 ) -> HeadEntropy:
     """The spectra of the Gram matrices of a batch of sequences (eq. 23 to 26).
 
-    Memory is linear in the length: Gram matrices add up block by block, in float32.
+    Memory is linear in the length: Gram matrices add up block by block, in float32. Other arguments as in
+    `frequency_use.measure`.
 
     Args:
       lm: the model under a scaling. `pre_ntk` measures its checkpoint's own encodings instead.
-      tokens: as `lm.logits` takes them.
-      layers: None: all.
       indicator: query, key, or both.
       stage: pre_ntk, post_ntk or post_rope.
       lengths: tokens of each sequence that count, from its first; None: all.
-      places: `segments` and `positions` of the tokens, for packed documents.
 
     Raises:
       UserError: a layer, an indicator or a stage that does not exist.
@@ -268,29 +266,23 @@ def measure_heads(session: AnalysisSession, sequences: Sequences | None = None) 
     """
     sequences = session.sequences if sequences is None else sequences
 
-    def identity(variant: Variant) -> tuple[str, str]:
-        return variant.subject.id, variant.fingerprint(sequences.length)
-
-    models: dict[tuple[str, str], Variant] = {}
     trained = [Variant(variant.subject, "as trained", variant.subject.model) for variant in session.variants]
-    for variant in (*trained, *session.variants):
-        models.setdefault(identity(variant), variant)
+    models = [*trained, *session.variants]
 
     def of_batch(lm: LanguageModel, batch: Sequences) -> dict[str, np.ndarray]:
-        places = {"segments": batch.segments, "positions": batch.positions}
-        found = spectra_of(lm, batch.tokens, None, batch.lengths, places)
+        found = spectra_of(lm, batch.tokens, None, batch.lengths, batch.places)
         return {name: x.astype(np.float32) for name, x in found.items()}
 
-    inner = dataclasses.replace(session, variants=[*models.values()], names=[v.label for v in models.values()])
-    measured = dict(zip(models, inner.measure(PROTOCOL, of_batch, None, sequences), strict=True))
+    inner = dataclasses.replace(session, variants=models, names=[variant.label for variant in models])
+    measured = inner.measure(PROTOCOL, of_batch, None, sequences)
     session.reused = inner.reused
     return [
         {
-            f"{stage}_{indicator}": select(measured[identity(own if stage == "pre_ntk" else variant)], indicator, stage)
+            f"{stage}_{indicator}": select(as_trained if stage == "pre_ntk" else scaled, indicator, stage)
             for stage in STAGES
             for indicator in INDICATORS
         }
-        for variant, own in zip(session.variants, trained, strict=True)
+        for as_trained, scaled in zip(measured[: len(trained)], measured[len(trained) :], strict=True)
     ]
 
 
@@ -467,8 +459,4 @@ def _figures(found: Mapping[str, HeadEntropy], criterion: str, rank: str, suffix
     return drawn
 
 
-ANALYSIS = Analysis(
-    "DoPE, section 4.3, eq. 12 and 23 to 30, and section 5.1",
-    _options,
-    _run,
-)
+ANALYSIS = Analysis("DoPE, section 4.3, eq. 12 and 23 to 30, and section 5.1", _options, _run)

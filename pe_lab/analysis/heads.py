@@ -105,15 +105,11 @@ def measure(
 ) -> Heads:
     """What each head attends to on a batch of sequences. Memory is linear in the length.
 
+    Other arguments as in `frequency_use.measure`.
+
     Args:
-      tokens: as `lm.logits` takes them.
-      layers: None: all.
       questions: about needles in the sequences.
       length: queries from here on are padding and do not count; None: there is none.
-      places: `segments` and `positions` of the tokens, for packed documents.
-
-    Raises:
-      UserError: a layer that does not exist.
     """
     ids = lm.sequences(tokens)
     T = ids.shape[1] if length is None else length
@@ -228,22 +224,27 @@ def _document_begin(at: jax.Array, segments: jax.Array) -> jax.Array:
     return jnp.argmax(segments[:, at, None] == segments[:, None, :], axis=-1)
 
 
+def clarity(means: Mapping[str, Float[np.ndarray, "L H"]]) -> dict[str, Float[np.ndarray, "L H"]]:
+    """How clearly each head is of each kind, from means over sequences."""
+    return {
+        "diagonal": means["on_self"],
+        "previous token": means["on_previous"],
+        "apostrophe-like": means["previous_share"] * means["first_elsewhere"],
+        "retrieval": np.nan_to_num(means["on_source"]),
+        "sink": means["on_first"],
+        "semantic": means["far"],
+        "local": means["by_distance"][..., :NEAR].sum(-1),
+        "mixed": means["entropy"],
+    }
+
+
 def kinds(means: Mapping[str, Float[np.ndarray, "L H"]]) -> np.ndarray:
     """The index in KINDS of each head's kind [L, H], by THRESHOLDS, from means over sequences."""
-    m = means
-    apostrophe = (m["previous_share"] >= 0.02) & (m["previous_share"] <= 0.5) & (m["first_elsewhere"] >= 0.5)
-    near = m["by_distance"][..., :NEAR].sum(-1)
-    rules = [
-        m["on_self"] >= 0.5,
-        m["on_previous"] >= 0.5,
-        apostrophe,
-        np.nan_to_num(m["on_source"]) >= 0.1,
-        m["on_first"] >= 0.5,
-        m["far"] >= 0.5,
-        near >= 0.5,
-        np.ones_like(near, bool),
-    ]
-    return np.argmax(np.stack(rules), axis=0)
+    fits = {kind: clear >= (0.1 if kind == "retrieval" else 0.5) for kind, clear in clarity(means).items()}
+    share = means["previous_share"]
+    fits["apostrophe-like"] = (share >= 0.02) & (share <= 0.5) & (means["first_elsewhere"] >= 0.5)
+    fits["mixed"] = np.ones(share.shape, bool)
+    return np.argmax(np.stack([fits[kind] for kind in KINDS]), axis=0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -276,8 +277,8 @@ def _run(session: AnalysisSession) -> Findings:
     length = int(session.sequences.lengths.min())
 
     def of_batch(lm: LanguageModel, batch: Sequences) -> Mapping[str, np.ndarray]:
-        places = dict(segments=batch.segments, positions=batch.positions)
-        return measure(lm, batch.tokens, chosen, questions=batch.questions, length=length, **places)._asdict()
+        found = measure(lm, batch.tokens, chosen, questions=batch.questions, length=length, **batch.places)
+        return found._asdict()
 
     measured = session.measure(PROTOCOL, of_batch, [session.arguments.layers, length])
     means = [{name: value.mean(0) for name, value in found.items()} for found in measured]
@@ -315,17 +316,7 @@ def _run(session: AnalysisSession) -> Findings:
 
 def clearest(means: Mapping[str, np.ndarray], kind: np.ndarray, layers: Sequence[int]) -> list[tuple[int, int]]:
     """(layer, head) of the clearest head of each kind that there is."""
-    near = means["by_distance"][..., :NEAR].sum(-1)
-    clear = {
-        "diagonal": means["on_self"],
-        "previous token": means["on_previous"],
-        "apostrophe-like": means["previous_share"] * means["first_elsewhere"],
-        "retrieval": np.nan_to_num(means["on_source"]),
-        "sink": means["on_first"],
-        "semantic": means["far"],
-        "local": near,
-        "mixed": means["entropy"],
-    }
+    clear = clarity(means)
     found = []
     for k, name in enumerate(KINDS):
         if (kind == k).any():
@@ -502,8 +493,4 @@ def _profiles(
     return figures
 
 
-ANALYSIS = Analysis(
-    "p-RoPE, Figures 5, 7a and 9; DroPE, Figures 7 and 8; DoPE, Figure 2",
-    _options,
-    _run,
-)
+ANALYSIS = Analysis("p-RoPE, Figures 5, 7a and 9; DroPE, Figures 7 and 8; DoPE, Figure 2", _options, _run)

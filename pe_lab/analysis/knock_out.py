@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,8 +20,8 @@ import numpy as np
 from jaxtyping import Bool, Float, Float32
 
 from pe_lab.analysis.analysis import Analysis
-from pe_lab.analysis.losses import Streams
-from pe_lab.analysis.sequences import SequenceQuestions, Sequences, add_arguments
+from pe_lab.analysis.losses import Streams, measure_edits
+from pe_lab.analysis.sequences import SequenceQuestions, Sequences, add_arguments, counted
 from pe_lab.analysis.session import AnalysisSession, sequence_groups
 from pe_lab.attention.statistics import attention_rows
 from pe_lab.errors import ConfigError
@@ -31,7 +31,7 @@ from pe_lab.model import Params
 from pe_lab.model.layer_pass import LayerView
 from pe_lab.positional import NoPE, Uniform
 from pe_lab.results.figures import Figure, HeatMaps, Line, LineCharts, layer_names
-from pe_lab.results.findings import Findings
+from pe_lab.results.findings import Arrays, Findings
 from pe_lab.results.statistics import Mean, interval, mean_of
 from pe_lab.results.table import TextTable
 from pe_lab.terminal import bounded
@@ -237,39 +237,33 @@ def _scores(
     scored: Callable[[int, bool], None],
 ) -> dict[Any, NeedleScores]:
     """The scores with each group of heads masked; those that were measured before are read."""
-    lm, mask = variant.at(testing.length), session.arguments.mask
-    groups = sequence_groups(lm, range(len(testing)), testing.length)
-    pieces = [(group, count, key) for group, count in groups for key in chosen]
+    lm, mask, keys = variant.at(testing.length), session.arguments.mask, list(chosen)
 
-    def identity(digest: str, heads: Sequence[Head]) -> dict[str, Any]:
+    def identity(key: Any, index: int) -> dict[str, Any]:
         return {
             "protocol": PROTOCOL,
             "checkpoint": variant.subject.id,
             "encodings": variant.fingerprint(testing.length),
-            "sequence": digest,
+            "sequence": testing.digests[index],
             "length": testing.length,
-            "masked": [mask if heads else "", sorted(heads)],
+            "masked": [mask if chosen[key] else "", sorted(chosen[key])],
         }
 
-    def measured_pieces(numbers: Iterable[int]) -> Iterator[list[dict[str, np.ndarray]]]:
-        streams, of = None, None
-        for group, count, key in (pieces[n] for n in numbers):
-            batch, heads = testing.batch(group), chosen[key]
-            asked = _questions(batch)
-            if streams is None or of != group:
-                streams, of = Streams(lm, batch.tokens), group
-            edited = streams.under(masked(lm, heads, mask), min(n for n, _ in heads)) if heads else streams
-            scores = edited.scores(asked.at, asked.answers)
-            yield [{"log_prob": p, "right": r} for p, r in zip(*scores, strict=True)][:count]
+    def measured(streams: Streams, key: Any, batch: Sequences) -> list[Arrays]:
+        heads, asked = chosen[key], _questions(batch)
+        edited = streams.under(masked(lm, heads, mask), min(n for n, _ in heads)) if heads else streams
+        return [{"log_prob": p, "right": r} for p, r in zip(*edited.scores(asked.at, asked.answers), strict=True)]
 
-    identities = [[identity(testing.digests[i], chosen[key]) for i in group[:count]] for group, count, key in pieces]
-    found: dict[Any, list[NeedleScores]] = {key: [] for key in chosen}
-    costs = [lm.config.layers - min((n for n, _ in chosen[key]), default=0) for *_, key in pieces]
-    measured = session.measure_edits(identities, measured_pieces, costs)
-    for (_, count, key), (parts, existed) in zip(pieces, measured, strict=True):
-        found[key].append(NeedleScores(*(np.stack([part[name] for part in parts]) for name in NeedleScores._fields)))
-        scored(count, existed)
-    return {key: NeedleScores(*map(np.concatenate, zip(*parts, strict=True))) for key, parts in found.items()}
+    costs = [lm.config.layers - min((n for n, _ in chosen[key]), default=0) for key in keys]
+    indices = range(len(testing))
+    found: dict[Any, list[Arrays]] = {key: [] for key in keys}
+    for k, group, parts, existed in measure_edits(session, lm, testing, indices, keys, identity, measured, costs):
+        found[keys[k]] += parts
+        scored(len(group), existed)
+    return {
+        key: NeedleScores(*(np.stack([part[name] for part in parts]) for name in NeedleScores._fields))
+        for key, parts in found.items()
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -355,10 +349,6 @@ def findings(mask: str, results: Sequence[Knocked], counts: Sequence[Sequence[in
     return Findings(tuple(sentences), (table,), tuple(figures), numbers, shapes, {"heads": heads})
 
 
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'s' * (count != 1)}"
-
-
 def _share(mean: Mean) -> str:
     return f"{mean.mean:.2f} [{mean.low:.2f}, {mean.high:.2f}]"
 
@@ -384,10 +374,10 @@ def _sentences(mask: str, one: Knocked, counts: Sequence[int]) -> list[str]:
     unmasked = one.share("retrieval", 0)
     for k in counts:
         found.append(
-            f"{one.name}: {MASKS[mask][0]} {_counted(k, 'retrieval head')} takes the share of answers found from "
+            f"{one.name}: {MASKS[mask][0]} {counted(k, 'retrieval head')} takes the share of answers found from "
             f"{_share(unmasked)} to {_share(one.share('retrieval', k))}, and the same with "
-            f"{_counted(k, 'random other head')} to {_share(one.share('random', k))} "
-            f"({_counted(len(one.drawn), 'draw')})."
+            f"{counted(k, 'random other head')} to {_share(one.share('random', k))} "
+            f"({counted(len(one.drawn), 'draw')})."
         )
     return [*found, f"{one.name}: {verdict(one, counts, mask)}"]
 
@@ -456,8 +446,4 @@ def _figures(mask: str, one: Knocked, counts: Sequence[int], suffix: str, of: st
     ]
 
 
-ANALYSIS = Analysis(
-    "causal checks of retrieval heads (arXiv 2606.21249)",
-    _options,
-    _run,
-)
+ANALYSIS = Analysis("causal checks of retrieval heads (arXiv 2606.21249)", _options, _run)

@@ -23,7 +23,6 @@ from pe_lab.analysis.losses import (
     Layers,
     Streams,
     bin_edges,
-    edited_layers,
     greedy_order,
     mean_loss,
     shortened,
@@ -73,54 +72,35 @@ def measure(
 
 
 @dataclass(frozen=True)
-class Pass:
-    """Sequences of one length, and the encodings of a variant at that length, without and with the edit."""
-
-    losses: EditedLosses
-    before: Layers
-    after: Layers
-
-    def sets(self, sets: Sequence[Sequence[EditPlace]]) -> list[Layers]:
-        """The layers of each set of edits."""
-        return [edited_layers(self.before, self.after, places) for places in sets]
-
-
-@dataclass(frozen=True)
 class VariantLosses:
     """The losses of one variant under sets of edits.
 
     Attributes:
       passes: by length. Where no encoding depends on the length, the longest alone: causality makes the losses of its
         first tokens those of a shorter sequence.
-      choosing: the pass by which a greedy order is chosen, of the shortest length.
+      choosing: the shortest, by which a greedy order is chosen.
     """
 
     ranges: tuple[Range, ...]
-    passes: Mapping[int, Pass]
-    choosing: Pass
+    passes: Mapping[int, EditedLosses]
+    choosing: EditedLosses
 
     def __call__(self, sets: Sequence[Sequence[EditPlace]], indices: Sequence[int]) -> Means:
         """The losses under each set of edits, in the sequences of these indices."""
-        bins = {length: one.losses.measure(one.sets(sets), indices) for length, one in self.passes.items()}
+        bins = {length: one.measure(sets, indices) for length, one in self.passes.items()}
         longest = max(bins)
         means = []
         for r in self.ranges:
             length = r.length if r.length in bins else longest
-            means.append(mean_loss(bins[length], self.passes[length].losses.edges, r.first, r.end))
+            means.append(mean_loss(bins[length], self.passes[length].edges, r.first, r.end))
         return Means(np.stack(means), bins[longest])
 
     def choose(
         self, dropped: Sequence[EditPlace], candidates: Sequence[EditPlace], indices: Sequence[int]
     ) -> np.ndarray:
         """The mean loss of the shortest sequences with each candidate dropped beside those dropped already."""
-        one = self.choosing
-        (base,) = one.sets([dropped])
-        bins = one.losses.measure(one.sets([(*dropped, c) for c in candidates]), indices, base)
-        return mean_loss(bins, one.losses.edges, 0, one.losses.sequences.length).mean(-1)
-
-
-def _after(edit: str, before: Layers, variant: Variant) -> Layers:
-    return drop().apply(before) if edit == "drop" else read_with(edit, before, variant.training_length)
+        bins = self.choosing.measure([(*dropped, c) for c in candidates], indices, dropped)
+        return mean_loss(bins, self.choosing.edges, 0, self.choosing.sequences.length).mean(-1)
 
 
 def _losses_of(session: AnalysisSession, variant: Variant, lengths: Sequence[int], on_work: Any) -> VariantLosses:
@@ -128,15 +108,14 @@ def _losses_of(session: AnalysisSession, variant: Variant, lengths: Sequence[int
     boundaries = {*lengths, *(v.training_length for v in session.variants)}
     edges = bin_edges([b for b in boundaries if b <= max(lengths)])
 
-    def at(length: int) -> Pass:
+    def at(length: int) -> EditedLosses:
         before = variant.layers_at(length)
-        part = edges[edges <= length]
-        sequences, identity = shortened(session.sequences, length), {"checkpoint": variant.subject.id}
-        losses = EditedLosses(session, identity, variant.at(length), sequences, part, on_work)
-        return Pass(losses, before, _after(edit, before, variant))
+        after = drop().apply(before) if edit == "drop" else read_with(edit, before, trained)
+        sequences = shortened(session.sequences, length)
+        return EditedLosses(session, variant, after, sequences, edges[edges <= length], on_work)
 
     each = {length: at(length) for length in lengths}
-    described = {(one.before, one.after) for one in each.values()}
+    described = {(one.lm.layers, one.after) for one in each.values()}
     follows = any(layer.follows_length for pair in described for layers in pair for layer in layers)
     passes = each if len(described) > 1 or follows else {max(lengths): each[max(lengths)]}
     ranges = [Range(length, 0, length) for length in lengths]
@@ -209,7 +188,7 @@ def _run(session: AnalysisSession) -> Findings:
                 points = _points(arguments, len(orders[0]))
                 drawn = [losses([order[:k] for k in points], measuring) for order in orders]
                 curves.append(Curve(label, orders, points, Means(*(np.mean(x, 0) for x in zip(*drawn, strict=True)))))
-        edges = losses.passes[max(losses.passes)].losses.edges
+        edges = losses.passes[max(losses.passes)].edges
         results.append(EditLosses(name, places, losses.ranges, edges, alone, tuple(curves), tuple(measuring)))
     found = findings(arguments.edit, arguments.by, results)
     left_out = [f"{name} is left out: --edit={arguments.edit} changes none of its layers." for name in unchanged]
@@ -232,13 +211,15 @@ class WorkDone:
 def _places(session: AnalysisSession, variant: Variant, losses: VariantLosses) -> tuple[EditPlace, ...]:
     """The chosen layers, or their heads, that the edit changes; none of a model without encodings that is dropped."""
     lm, one = variant.lm, losses.passes[max(losses.passes)]
-    heads = range(lm.config.heads) if session.arguments.by == "head" else (None,)
-    places = [EditPlace(n, h) for n in session.layers(lm) for h in heads]
-    return tuple(place for place in places if one.sets([[place]])[0] != one.before and _differs(one, place))
-
-
-def _differs(one: Pass, place: EditPlace) -> bool:
-    return place.head is None or one.before[place.layer].encoding != one.after[place.layer].encoding
+    found = []
+    for n in session.layers(lm):
+        before, after = one.lm.layers[n], one.after[n]
+        if session.arguments.by == "head":
+            heads = range(lm.config.heads) if before.encoding != after.encoding else ()
+            found += [EditPlace(n, h) for h in heads]
+        elif before != after:
+            found.append(EditPlace(n))
+    return tuple(found)
 
 
 def _greedy_count(text: str | None, places: int) -> int:
@@ -290,18 +271,15 @@ def _expected_work(
     """The work of the measurements to come, as `EditedLosses.work` counts it."""
     total, choosing, measuring = sequences
 
-    def alone(one: Pass) -> float:
-        return sum(one.losses.work(layers) for layers in one.sets([[place] for place in places]))
-
-    def whole(one: Pass) -> float:
-        return one.losses.work(one.sets([places])[0])
+    def alone(one: EditedLosses) -> float:
+        return sum(one.work([place]) for place in places)
 
     passes = losses.passes.values()
     curves = len(_points(arguments, len(places))) * (1 + arguments.random)
     curves += len(_points(arguments, count)) if count else 0
     tried = arguments.candidates or len(places)
     steps = sum(min(len(places) - k, tried) for k in range(1, count)) + (len(places) if count else 0)
-    found = sum(total * (alone(one) + whole(one)) + measuring * curves * whole(one) for one in passes)
+    found = sum(total * alone(one) + (total + measuring * curves) * one.work(places) for one in passes)
     return found + choosing * steps * alone(losses.choosing) / len(places)
 
 
@@ -593,8 +571,4 @@ def _by_position(edit: str, by: str, one: EditLosses, of: str, suffix: str) -> L
     )
 
 
-ANALYSIS = Analysis(
-    "DroPE (Gelberg et al. 2025), which drops all layers at once",
-    _options,
-    _run,
-)
+ANALYSIS = Analysis("DroPE (Gelberg et al. 2025), which drops all layers at once", _options, _run)

@@ -56,13 +56,7 @@ class LogitBounds(NamedTuple):
 def measure(lm: LanguageModel, tokens: Tokens, layers: Sequence[int] | None = None, **places: Any) -> LogitBounds:
     """The logits of each head against their Cauchy-Schwarz bounds, on a batch of sequences of at least two tokens.
 
-    Args:
-      tokens: as `lm.logits` takes them.
-      layers: None: all.
-      places: `segments` and `positions` of the tokens, for packed documents, where the first token is the document's.
-
-    Raises:
-      UserError: a layer that does not exist.
+    Arguments as in `frequency_use.measure`. In packed documents the first token is the document's.
     """
     found = lm.layer_pass(lm.sequences(tokens), _of_layer, checked_layers(lm.config.layers, layers), **places)
     return LogitBounds(*(np.stack(arrays, 1) for arrays in zip(*found, strict=True)))
@@ -127,8 +121,7 @@ def _run(session: AnalysisSession) -> Findings:
     check_length("logit_bounds", session.sequences, FIRST)
 
     def of_batch(lm: LanguageModel, batch: Sequences) -> dict[str, Any]:
-        places = dict(segments=batch.segments, positions=batch.positions)
-        return measure(lm, batch.tokens, session.layers(lm), **places)._asdict()
+        return measure(lm, batch.tokens, session.layers(lm), **batch.places)._asdict()
 
     measured = session.measure(PROTOCOL, of_batch, session.arguments.layers)
     numbers: dict[str, np.ndarray] = {}
@@ -240,8 +233,4 @@ def _figures(
     ]
 
 
-ANALYSIS = Analysis(
-    "p-RoPE, section D.1, Tables 3 to 5",
-    _options,
-    _run,
-)
+ANALYSIS = Analysis("p-RoPE, section D.1, Tables 3 to 5", _options, _run)

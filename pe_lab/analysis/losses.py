@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,18 +14,22 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Bool, Float, Float32, Int
 
+from pe_lab.analysis.analysis import Identity
 from pe_lab.analysis.sequences import Sequences
 from pe_lab.analysis.session import AnalysisSession, sequence_groups
 from pe_lab.attention.statistics import ArrayLike
+from pe_lab.evaluation.variants import Variant
 from pe_lab.language_model import LanguageModel, Tokens
 from pe_lab.model import Model, Params, cross_entropy
 from pe_lab.model.layer_pass import advance, embed, forward_model
-from pe_lab.parallel import AxisRules, use_mesh
+from pe_lab.parallel import AxisRules, shared, use_mesh
 from pe_lab.positional import HeadEdit, Layer, to_json
+from pe_lab.results.findings import Arrays
 from pe_lab.results.records import digest
 
 PROTOCOL = "layers-1"  # of the parts of `EditedLosses`
 Layers = tuple[Layer, ...]
+Edit = TypeVar("Edit")
 
 
 class Streams:
@@ -137,66 +141,117 @@ def _scores(
     return jnp.take_along_axis(log_probs, answers[..., None], axis=-1)[..., 0], jnp.argmax(logits, -1) == answers
 
 
+def measure_edits(
+    session: AnalysisSession,
+    lm: LanguageModel,
+    sequences: Sequences,
+    indices: Sequence[int],
+    edits: Sequence[Edit],
+    identity: Callable[[Edit, int], Identity],
+    measure: Callable[[Streams, Edit, Sequences], Sequence[Arrays]],
+    costs: Sequence[float],
+) -> Iterator[tuple[int, list[int], list[Arrays], bool]]:
+    """For each group of sequences and each edit: its number, the sequences, their parts, and whether all existed.
+
+    Args:
+      indices: of the sequences.
+      identity: of the part of an edit and a sequence.
+      measure: the parts of some sequences under an edit, from their streams in `lm`.
+      costs: of each edit and sequence.
+    """
+    groups = sequence_groups(lm, indices, sequences.length)
+    pieces = [(group, count, e) for group, count in groups for e in range(len(edits))]
+    identities = [[identity(edits[e], index) for index in group[:count]] for group, count, e in pieces]
+    known = session.parts.find_all([one for of_piece in identities for one in of_piece])
+    names = [[digest(one) for one in of_piece] for of_piece in identities]
+    planned, fresh = set(known), []
+    for n, of_piece in enumerate(names):
+        if not planned.issuperset(of_piece):
+            fresh.append(n)
+            planned.update(of_piece)
+
+    def measured(chosen: Iterable[int]) -> Iterator[Sequence[Arrays]]:
+        streams, of = None, None
+        for group, count, e in (pieces[n] for n in chosen):
+            batch = sequences.batch(group)
+            if streams is None or of != group:
+                streams, of = Streams(lm, batch.tokens, **batch.places), group
+            yield measure(streams, edits[e], batch)[:count]
+
+    results = iter(shared(fresh, measured, [pieces[n][1] * costs[pieces[n][2]] for n in fresh]))
+    waiting = set(fresh)
+    for n, (group, count, e) in enumerate(pieces):
+        if n in waiting:
+            for one, name, part in zip(identities[n], names[n], next(results), strict=True):
+                known[name] = part
+                session.parts.put(one, part)
+        else:
+            session.reused += count
+        yield e, group[:count], [known[name] for name in names[n]], n not in waiting
+
+
 @dataclasses.dataclass
 class EditedLosses:
     """Losses of sequences under edits of a model, by bins of positions. What was measured before is read.
 
     Attributes:
       session: keeps the parts.
-      identity: what a part's numbers depend on, beside the encodings and the sequence.
-      lm: the model without edits.
+      variant: the model without edits.
+      after: all its layers, edited.
       sequences: with targets.
       edges: of the bins, from 0 to T.
       on_work: is called with the work that is done (see `work`), and with whether it was found done.
     """
 
     session: AnalysisSession
-    identity: dict[str, Any]
-    lm: LanguageModel
+    variant: Variant
+    after: Layers
     sequences: Sequences
     edges: Int[np.ndarray, " edges"]
     on_work: Callable[[float, bool], None] = lambda work, found: None
 
+    def __post_init__(self) -> None:
+        self.lm = self.variant.at(self.sequences.length)
+
+    def layers(self, places: Sequence[EditPlace]) -> Layers:
+        """The layers with some places edited."""
+        return edited_layers(self.lm.layers, self.after, places)
+
     def measure(
-        self, edits: Sequence[tuple[Layer, ...]], indices: Sequence[int], base: tuple[Layer, ...] | None = None
+        self, sets: Sequence[Sequence[EditPlace]], indices: Sequence[int], base: Sequence[EditPlace] = ()
     ) -> Float[np.ndarray, "E S bins 2"]:
-        """Summed losses, nats, and their number, by edit, sequence and bin.
+        """Summed losses, nats, and their number, by set of edits, sequence and bin.
 
         Args:
-          edits: the layers of each edited model.
+          sets: the places that are edited in each model.
           indices: of the S sequences.
-          base: layers whose streams are kept for all edits; None: the model's.
+          base: places that are edited in all of them: the streams of the model with these edits are kept.
         """
-        groups = sequence_groups(self.lm, indices, self.sequences.length)
-        pieces = [(group, count, e) for group, count in groups for e in range(len(edits))]
-        identities = [[self._part(edits[e], index) for index in group[:count]] for group, count, e in pieces]
-        costs = [count * self.work(edits[e], base) for _, count, e in pieces]
+        lm = dataclasses.replace(self.lm, layers=self.layers(base))
+        edits = [self.layers(places) for places in sets]
 
-        def measure(chosen: Iterable[int]) -> Iterator[list[dict[str, np.ndarray]]]:
-            streams, of = None, None
-            for n in chosen:
-                group, count, e = pieces[n]
-                if streams is None or of != group:
-                    streams, of = self._streams(base, group), group
-                yield self._fresh(streams, edits[e], group)[:count]
+        def losses(streams: Streams, edit: Layers, batch: Sequences) -> list[Arrays]:
+            found = streams.under(dataclasses.replace(self.lm, layers=edit)).losses(batch.targets)
+            return [{"bins": bins} for bins in by_bin(found, counted_targets(batch), self.edges)]
 
         found = np.zeros((len(edits), len(indices), len(self.edges) - 1, 2))
         row = {index: s for s, index in enumerate(indices)}
-        measured = self.session.measure_edits(identities, measure, costs)
-        for (group, _, e), cost, (parts, existed) in zip(pieces, costs, measured, strict=True):
-            for index, part in zip(group, parts, strict=False):
+        costs = [self.work(places, base) for places in sets]
+        measured = measure_edits(self.session, lm, self.sequences, indices, edits, self._part, losses, costs)
+        for e, group, parts, existed in measured:
+            for index, part in zip(group, parts, strict=True):
                 found[e, row[index]] = part["bins"]
-            self.on_work(cost, existed)
+            self.on_work(len(group) * costs[e], existed)
         return found
 
-    def work(self, layers: tuple[Layer, ...], base: tuple[Layer, ...] | None = None) -> float:
-        """The work of one sequence under an edit, in tokens times layers; the output counts as some layers.
+    def work(self, places: Sequence[EditPlace], base: Sequence[EditPlace] = ()) -> float:
+        """The work of one sequence under edits, in tokens times layers; the output counts as some layers.
 
         Without an edit all layers are run, and their inputs kept for the edits.
         """
         weights = self._layer_weights
         output = self.lm.config.d_model * self.lm.config.vocab_size / weights
-        run = self.lm.config.layers - first_difference(self.lm.layers if base is None else base, layers)
+        run = self.lm.config.layers - first_difference(self.layers(base), self.layers(places))
         return self.sequences.length * ((run or self.lm.config.layers) + output)
 
     @functools.cached_property
@@ -204,19 +259,9 @@ class EditedLosses:
         leaves = jax.tree.leaves(self.lm.checkpoint.params["layers"])
         return sum(x.size for x in leaves) / self.lm.config.layers
 
-    def _streams(self, base: tuple[Layer, ...] | None, group: Sequence[int]) -> Streams:
-        batch = self.sequences.batch(group)
-        lm = self.lm if base is None else dataclasses.replace(self.lm, layers=base)
-        return Streams(lm, batch.tokens, batch.segments, batch.positions)
-
-    def _fresh(self, streams: Streams, layers: tuple[Layer, ...], group: Sequence[int]) -> list[dict[str, np.ndarray]]:
-        batch = self.sequences.batch(group)
-        losses = streams.under(dataclasses.replace(self.lm, layers=layers)).losses(batch.targets)
-        return [{"bins": bins} for bins in by_bin(losses, counted_targets(batch), self.edges)]
-
-    def _part(self, layers: tuple[Layer, ...], index: int) -> dict[str, Any]:
+    def _part(self, layers: Layers, index: int) -> dict[str, Any]:
         return {
-            **self.identity,
+            "checkpoint": self.variant.subject.id,
             "protocol": PROTOCOL,
             "encodings": digest([to_json(layer) for layer in layers]),
             "sequence": self.sequences.digests[index],
@@ -227,13 +272,9 @@ class EditedLosses:
 
 def shortened(sequences: Sequences, length: int) -> Sequences:
     """The first `length` tokens of each sequence of text."""
-
-    def of(x: np.ndarray | None) -> np.ndarray | None:
-        return None if x is None else x[:, :length]
-
-    arrays = (of(x) for x in (sequences.targets, sequences.segments, sequences.positions))
-    lengths = np.minimum(sequences.lengths, length)
-    return Sequences(sequences.name, sequences.tokens[:, :length], lengths, *arrays)
+    arrays = (sequences.tokens, sequences.targets, sequences.segments, sequences.positions)
+    tokens, *others = jax.tree.map(lambda x: x[:, :length], arrays)
+    return Sequences(sequences.name, tokens, np.minimum(sequences.lengths, length), *others)
 
 
 def counted_targets(sequences: Sequences) -> Bool[np.ndarray, "S T"]:

@@ -424,9 +424,4 @@ def _rounding_figure(one: PhaseRotation, largest: Mapping[int, Mapping[str, np.n
     )
 
 
-ANALYSIS = Analysis(
-    "DroPE, section 4.1; arXiv 2602.10959",
-    _options,
-    _run,
-    models=False,
-)
+ANALYSIS = Analysis("DroPE, section 4.1; arXiv 2602.10959", _options, _run, models=False)

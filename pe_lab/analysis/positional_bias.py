@@ -74,13 +74,7 @@ def measure(lm: LanguageModel, tokens: Tokens, layers: Sequence[int] | None = No
     From the input of each layer on, all is computed in float32, whatever the compute dtype: differences from uniform
     attention may be smaller than the rounding of bfloat16. Memory is linear in the length, time quadratic.
 
-    Args:
-      tokens: as `lm.logits` takes them, at least three.
-      layers: None: all.
-      places: `segments` and `positions` of the tokens, for packed documents.
-
-    Raises:
-      UserError: too few tokens, or a layer that does not exist.
+    Arguments as in `frequency_use.measure`; `UserError` for fewer than three tokens too.
     """
     ids = lm.sequences(tokens)
     if ids.shape[1] < LEAST:
@@ -269,8 +263,7 @@ def _run(session: AnalysisSession) -> Findings:
     check_length("positional_bias", session.sequences, LEAST)
 
     def of_batch(lm: LanguageModel, batch: Sequences) -> dict[str, Any]:
-        places = dict(segments=batch.segments, positions=batch.positions)
-        return measure(lm, batch.tokens, session.layers(lm), **places)._asdict()
+        return measure(lm, batch.tokens, session.layers(lm), **batch.places)._asdict()
 
     groups = groups_of(session, session.measure(PROTOCOL, of_batch, session.arguments.layers))
     drawn = _without_middle_steps(groups)
@@ -349,7 +342,8 @@ def compare(encoded: BiasGroup, bare: BiasGroup) -> list[str]:
     sentences = []
     for p, pattern in enumerate(PATTERNS):
         around = of_norms(ratios[..., p])
-        places = ", ".join(f"{cell} in layer {encoded.layers[n]}" for n, cell in _some(around, encoded.layers))
+        some = sorted({0, L // 2, L - 1})
+        places = ", ".join(f"{around[n].words()} in layer {encoded.layers[n]}" for n in some)
         lower = int((around.mean > 1).sum())
         decided = "" if np.isnan(around.low).all() else f" (interval above 1 in {int((around.low > 1).sum())})"
         sentence = (
@@ -363,7 +357,7 @@ def compare(encoded: BiasGroup, bare: BiasGroup) -> list[str]:
             fits = (np.log(ratios[..., p]) * centred).sum(-1, keepdims=True) / (centred**2).sum()
             slope = of_norms(np.exp(fits))
             grows = _verdict(slope.low[0] > 1, slope.mean[0] > 1, slope.high[0] < 1)
-            sentence += f" A gap that grows with depth: {grows}; the ratio changes by {_cell(slope, (0,))} a layer."
+            sentence += f" A gap that grows with depth: {grows}; the ratio changes by {slope[0].words()} a layer."
         sentences.append(sentence)
     return sentences
 
@@ -381,28 +375,18 @@ def _sentences(group: BiasGroup) -> list[str]:
     around = interval(group.units("bias"))
     for p, pattern in enumerate(PATTERNS):
         layer, head = np.unravel_index(np.argmax(around.mean[..., p]), around.mean.shape[:2])
-        cell = _cell(around, (layer, head, p))
-        parts.append(f"toward the {pattern} {cell} in head {head} of layer {group.layers[layer]}")
+        parts.append(
+            f"toward the {pattern} {around[layer, head, p].words()} in head {head} of layer {group.layers[layer]}"
+        )
     spread = group.units("spread")
     growth = of_norms(spread / np.maximum(spread[:, :1], 1e-30))
     most = int(np.argmax(growth.mean))
     return [
         f"{group.name}: the largest bias is {' and '.join(parts)}; means over heads and layers are "
         f"{', '.join(f'{x:.3g}' for x in around.mean.mean((0, 1)))}.",
-        f"{group.name}: the prefix spread of hidden states is at most {_cell(growth, (most,))} times that of layer "
+        f"{group.name}: the prefix spread of hidden states is at most {growth[most].words()} times that of layer "
         f"{group.layers[0]}'s input, in layer {group.layers[most]} (Theorem 3.4's constant for these weights).",
     ]
-
-
-def _cell(around: Interval, at: tuple[Any, ...], digits: int = 3) -> str:
-    """`mean [low, high]`, the bounds with `digits` digits."""
-    mean, low, high = (np.asarray(part)[at] for part in (around.mean, around.low, around.high))
-    return f"{mean:.3g}" if np.isnan(low) else f"{mean:.3g} [{low:.{digits}g}, {high:.{digits}g}]"
-
-
-def _some(around: Interval, layers: Sequence[int]) -> list[tuple[int, str]]:
-    """(place, cell) of the first, the middle and the last layer."""
-    return [(n, _cell(around, (n,))) for n in sorted({0, len(layers) // 2, len(layers) - 1})]
 
 
 def _tables(groups: Sequence[BiasGroup]) -> tuple[TextTable, ...]:
@@ -410,8 +394,9 @@ def _tables(groups: Sequence[BiasGroup]) -> tuple[TextTable, ...]:
 
     def cells(values: Float[np.ndarray, "U L"], summary: Any) -> list[str]:
         L = values.shape[1]
-        three = np.concatenate([values[:, [0, L // 2, L - 1]], values.mean(1, keepdims=True)], 1)
-        return [_cell(summary(three), (n,), 2) for n in range(4)]
+        around = summary(np.concatenate([values[:, [0, L // 2, L - 1]], values.mean(1, keepdims=True)], 1))
+        ends = zip(around.mean, around.low, around.high, strict=True)
+        return [f"{mean:.3g}" if np.isnan(low) else f"{mean:.3g} [{low:.2g}, {high:.2g}]" for mean, low, high in ends]
 
     places = ("first layer", "middle layer", "last layer", "all layers")
     rows, spreads = [], []
@@ -572,8 +557,4 @@ def _by_head(groups: Sequence[BiasGroup]) -> list[Figure]:
     return figures
 
 
-ANALYSIS = Analysis(
-    "DroPE, section 3: Definition 3.1, Figure 4, Propositions 3.2 and 3.3, Theorem 3.4",
-    _options,
-    _run,
-)
+ANALYSIS = Analysis("DroPE, section 3: Definition 3.1, Figure 4, Propositions 3.2 and 3.3, Theorem 3.4", _options, _run)

@@ -7,8 +7,9 @@ import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jaxtyping import Int, Int32
 
@@ -32,8 +33,7 @@ from pe_lab.terminal import any_seed, positive
 NEEDLES = needles.SUITE.name  # the suite of symbols, which the model was trained with
 
 
-@dataclass(frozen=True)
-class SequenceQuestions:
+class SequenceQuestions(NamedTuple):
     """Tokens that repeat a needle: Q for each of S sequences, which hold the right answers already.
 
     Attributes:
@@ -78,24 +78,22 @@ class Sequences:
         """T."""
         return self.tokens.shape[1]
 
+    @property
+    def places(self) -> dict[str, Any]:
+        """Segments and positions, as functions of tokens take them."""
+        return {"segments": self.segments, "positions": self.positions}
+
     def batch(self, indices: Sequence[int]) -> Sequences:
         """The sequences of these indices."""
-        chosen = list(indices)
-
-        def of(x: Any) -> Any:
-            return None if x is None else np.asarray(x)[chosen]
-
-        asked = self.questions
-        questions = None if asked is None else SequenceQuestions(*(of(x) for x in vars(asked).values()))
-        arrays = (of(x) for x in (self.tokens, self.lengths, self.targets, self.segments, self.positions))
-        return Sequences(self.name, *arrays, questions)
+        arrays = (self.tokens, self.lengths, self.targets, self.segments, self.positions, self.questions)
+        return Sequences(self.name, *jax.tree.map(lambda x: np.asarray(x)[list(indices)], arrays))
 
     @functools.cached_property
     def digests(self) -> tuple[str, ...]:
         """A digest of each sequence, with its documents and questions."""
         parts: list[Any] = [self.tokens, self.lengths]
         parts += [x for x in (self.targets, self.segments) if x is not None]
-        parts += [] if self.questions is None else list(vars(self.questions).values())
+        parts += self.questions or []
         return tuple(digest([np.asarray(part[i]).tolist() for part in parts], 24) for i in range(len(self)))
 
 
@@ -108,13 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser, count: int, suites: str = "")
     """
     add = parser.add_argument
     add("--length", help="tokens of a sequence, such as 2048, 8k or 2x the training length (default: 1x)")
-    add(
-        "--sequences",
-        type=positive,
-        default=count,
-        metavar="N",
-        help="how many sequences (default: %(default)s)",
-    )
+    add("--sequences", type=positive, default=count, metavar="N", help="how many sequences (default: %(default)s)")
     text = "a glob, or jsonl:, parquet:, arrow:, hf:, tfds:, stdlib (default: the text that the run's data holds out)"
     add("--text", metavar="SOURCE", help=f"the text of the sequences: {text}")
     if suites:

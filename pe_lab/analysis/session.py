@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import resource
 import sys
@@ -15,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from pe_lab.analysis.analysis import Identity, Parts
+from pe_lab.analysis.analysis import Parts
 from pe_lab.analysis.sequences import Sequences, open_sequences, parse_heads, parse_numbers
 from pe_lab.errors import ConfigError
 from pe_lab.evaluation.command_line import parse_variants
@@ -137,6 +136,7 @@ class AnalysisSession:
             for variant in self.variants
         ]
         known = self.parts.find_all([identity for of_variant in identities for identity in of_variant])
+        self.reused += len(known)
         planned, groups = set(known), []
         for v, lm in enumerate(models):
             missing = [i for i, identity in enumerate(identities[v]) if digest(identity) not in planned]
@@ -150,7 +150,6 @@ class AnalysisSession:
 
         total = len(self.variants) * len(sequences)
         done = total - sum(count for *_, count in groups)
-        self.reused += done
         with self.progress(self.analysis, total) as progress:
             progress.found(done)
             for (v, indices, count), parts in zip(groups, shared(groups, measured), strict=True):
@@ -165,43 +164,9 @@ class AnalysisSession:
             found.append({key: np.stack([part[key] for part in whole]) for key in whole[0]})
         return found
 
-    def measure_edits(
-        self,
-        identities: Sequence[Sequence[Identity]],
-        measure: Callable[[Iterable[int]], Iterable[Sequence[Arrays]]],
-        costs: Sequence[float],
-    ) -> Iterator[tuple[list[Arrays], bool]]:
-        """For each measurement of some sequences, its parts, and whether all were measured before.
-
-        Args:
-          identities: of the parts of each measurement.
-          measure: yields the parts of each measurement that it is given the number of, in order.
-          costs: of the measurements.
-        """
-        known = self.parts.find_all([identity for some in identities for identity in some])
-        names = [[digest(identity) for identity in some] for some in identities]
-        planned, fresh = set(known), []
-        for n, some in enumerate(names):
-            if not planned.issuperset(some):
-                fresh.append(n)
-                planned.update(some)
-        results = zip(fresh, shared(fresh, measure, [costs[n] for n in fresh]), strict=True)
-        waiting = set(fresh)
-        for n, some in enumerate(names):
-            if n in waiting:
-                _, parts = next(results)
-                for identity, name, part in zip(identities[n], some, parts, strict=True):
-                    known[name] = part
-                    self.parts.put(identity, part)
-            else:
-                self.reused += len(some)
-            yield [known[name] for name in some], n not in waiting
-
-    @contextlib.contextmanager
-    def progress(self, name: str, total: float) -> Iterator[Progress]:
+    def progress(self, name: str, total: float) -> Progress:
         """A progress bar in a terminal, elsewhere a line every ten seconds."""
-        with Progress(console(), name, total) as progress:
-            yield progress
+        return Progress(console(), name, total)
 
     def about(self) -> dict[str, Any]:
         """How the numbers were made, for `analysis.json`."""
@@ -265,8 +230,6 @@ def _subjects(target: EvaluationTarget, seeds: int | None) -> list[Subject]:
     found = [one for n, one in enumerate(found) if one.id not in {before.id for before in found[:n]}]
     if seeds is None:
         return found
-    if seeds < 1:
-        raise ConfigError(f"--init is {seeds}; give the number of random initializations, at least 1.")
     shapes = {repr((one.lm.config, one.lm.layers)): one for one in found}
     return [
         Subject(one.lm.initialized(seed), one.run, f"initialization {seed}")

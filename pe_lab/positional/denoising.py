@@ -12,12 +12,12 @@ from typing import Any, ClassVar, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from pe_lab.config import OMIT_DEFAULT
 from pe_lab.errors import ConfigError, DataError
 from pe_lab.positional.encodings import NoPE
-from pe_lab.positional.hooks import Encoding, Params
+from pe_lab.positional.hooks import Encoding, Hidden, Keys, Params, Positions, Queries
 from pe_lab.positional.layers import Bands, HeadEdit, HeadKind, Layer, Uniform
 from pe_lab.positional.registry import register
 from pe_lab.positional.scalings import LARGEST, Limits
@@ -216,19 +216,12 @@ class Gaussian(Encoding):
     def on(self, heads: tuple[int, ...]) -> Gaussian:
         return dataclasses.replace(self, heads=heads)
 
-    def encode(
-        self,
-        params: Params,
-        q: Float[Array, "B T H K"],
-        k: Float[Array, "B T G K"],
-        positions: Int[Array, "#B T"],
-        x: Float[Array, "B T D"],
-    ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H K"]]:
+    def encode(self, params: Params, q: Queries, k: Keys, positions: Positions, x: Hidden) -> tuple[Queries, Queries]:
         H, K = q.shape[2:]
         kept = [h for h in range(H) if h not in self.heads] if self.heads else []
         head = np.zeros(H, np.uint32) if self.same else np.arange(H, dtype=np.uint32)
 
-        def noise(side: int, x: Float[Array, "B T heads K"]) -> Float[Array, "B T H K"]:
+        def noise(side: int, x: Float[Array, "B T heads K"]) -> Queries:
             size = self.sigma
             if size is None:
                 of_heads = jnp.square(jnp.repeat(x, H // x.shape[2], axis=2).astype(jnp.float32)).mean(-1)

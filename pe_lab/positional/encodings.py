@@ -17,6 +17,11 @@ from pe_lab.positional.registry import ENCODINGS, register
 from pe_lab.positional.scalings import SCALINGS, Scaling, require
 
 
+def rope_spectrum(base: float, dim: int) -> np.ndarray:
+    """RoPE's frequencies [dim / 2], radians per position."""
+    return base ** (-2.0 * np.arange(dim // 2) / dim)
+
+
 class Rotary(Encoding):
     """Base of the encodings with a scaling."""
 
@@ -42,7 +47,7 @@ class Rotary(Encoding):
         inv_freq, gain = np.zeros(head_dim // 2), np.ones(head_dim // 2)
         if kept == 0:
             return inv_freq, gain
-        spectrum, factor = self.base ** (-2.0 * np.arange(dim // 2) / dim), 1.0
+        spectrum, factor = rope_spectrum(self.base, dim), 1.0
         if self.scaling is not None:
             spectrum, factor = self.scaling.scale(spectrum, self.base, dim, length)
         inv_freq[:kept] = spectrum[:kept]

@@ -15,10 +15,17 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pe_lab.errors import ConfigError, call
-from pe_lab.positional.scalings import CheckedFields, Limits
+from pe_lab.positional.scalings import CheckedFields
 
 Params = Mapping[str, Array]
 Earlier = Callable[[Array, int], Array]
+Queries = Float[Array, "B T H K"]
+Outputs = Float[Array, "B T H K"]  # of attention
+Keys = Float[Array, "B T G K"]
+Values = Float[Array, "B T G K"]
+Hidden = Float[Array, "B T D"]
+Bias = Float[Array, "H T S"]  # of logits
+Positions = Int[Array, "#B T"]
 
 
 class HeadShape(NamedTuple):
@@ -99,7 +106,7 @@ class Encoding(CheckedFields):
         """The parameters of one layer; those that change no function at their initial value let surgery add them."""
         return {}
 
-    def running_sum(self, params: Params, x: Float[Array, "B T D"], earlier: Earlier) -> Float[Array, "B T *sums"]:
+    def running_sum(self, params: Params, x: Hidden, earlier: Earlier) -> Float[Array, "B T *sums"]:
         """A term per token. Its sum over the tokens of the document, up to and including each, replaces x in hooks.
 
         A KV cache keeps the sum of the last token, so that a hook with a running sum is exact under a cache.
@@ -112,12 +119,7 @@ class Encoding(CheckedFields):
         raise NotImplementedError
 
     def encode(
-        self,
-        params: Params,
-        q: Float[Array, "B T H K"],
-        k: Float[Array, "B T G K"],
-        positions: Int[Array, "#B T"],
-        x: Float[Array, "B T D"],
+        self, params: Params, q: Queries, k: Keys, positions: Positions, x: Hidden
     ) -> tuple[Float[Array, "B T H any"], Float[Array, "B T heads any"]]:
         """Queries and keys of any equal number of channels; the logits are their products over sqrt(K).
 
@@ -125,9 +127,7 @@ class Encoding(CheckedFields):
         """
         raise NotImplementedError
 
-    def bias(
-        self, params: Params, query_positions: Int[Array, " T"], key_positions: Int[Array, " S"]
-    ) -> Float[Array, "H T S"]:
+    def bias(self, params: Params, query_positions: Int[Array, " T"], key_positions: Int[Array, " S"]) -> Bias:
         """Added to the logits of a block of queries and keys; at a key after its query, any finite number."""
         raise NotImplementedError
 
@@ -135,9 +135,7 @@ class Encoding(CheckedFields):
         """Added to all logits of a key."""
         raise NotImplementedError
 
-    def logits(
-        self, params: Params, q: Float[Array, "B T H K"], logits: Float[Array, "B H T S"]
-    ) -> Float[Array, "B H T S"]:
+    def logits(self, params: Params, q: Queries, logits: Float[Array, "B H T S"]) -> Float[Array, "B H T S"]:
         """New logits of some queries against all keys, those that a query does not see at -1e30; no kernel has it."""
         raise NotImplementedError
 
@@ -145,13 +143,7 @@ class Encoding(CheckedFields):
         """A logit per head in the denominator of the softmax, which takes weight from all keys."""
         raise NotImplementedError
 
-    def output(
-        self,
-        params: Params,
-        x: Float[Array, "B T D"],
-        out: Float[Array, "B T H K"],
-        value: Float[Array, "B T G K"],
-    ) -> Float[Array, "B T H K"]:
+    def output(self, params: Params, x: Hidden, out: Outputs, value: Values) -> Outputs:
         """The output of attention, before its projection; `value` is that of the same tokens."""
         raise NotImplementedError
 
@@ -169,11 +161,6 @@ HOOKS: tuple[Hook, ...] = ("running_sum", "encode", "bias", "key_bias", "logits"
 def has(encoding: Encoding, hook: str) -> bool:
     """Whether a class overrides a hook."""
     return getattr(type(encoding), hook) is not getattr(Encoding, hook)
-
-
-def has_hooks(encoding: Any) -> bool:
-    """Whether an encoding is more than frequencies and slopes."""
-    return isinstance(encoding, Encoding) and any(has(encoding, hook) for hook in HOOKS)
 
 
 class LayerHooks(NamedTuple):
@@ -241,10 +228,9 @@ def parameter_settings(encoding: Encoding, shape: HeadShape) -> dict[str, Parame
     return {name: settings[name]._replace(value=shapes[name]) for name in settings}
 
 
-# Of the field `start` of a scheme, Literal["published", "unchanged"].
-# `published`: the authors' initial values. `unchanged`: values at which the scheme changes no function, so that surgery
-# can add it to a trained model.
-START: Limits = {"start": (lambda x: x in ("published", "unchanged"), "it must be published or unchanged.")}
+# How the parameters of a scheme start. `published`: at the authors' values. `unchanged`: where the scheme changes no
+# function, so that surgery can add it to a trained model.
+Start = Literal["published", "unchanged"]
 
 DEVIATION = 0.02  # standard deviation of the initial weights of language models
 

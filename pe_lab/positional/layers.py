@@ -29,7 +29,6 @@ class Bands(CheckedFields):
 
     limits: ClassVar[Limits] = {
         "threshold": (lambda x: 0 < x <= LARGEST, "give radians per position, such as 2 pi / training length."),
-        "keep": (lambda x: x in ("slow", "fast"), "it must be slow or fast."),
     }
 
 

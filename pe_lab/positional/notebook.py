@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 from pe_lab.config import register_kind
-from pe_lab.positional.hooks import Encoding, Params
+from pe_lab.positional.hooks import Encoding, Hidden, Keys, Params, Positions, Queries
 from pe_lab.positional.registry import register
 from pe_lab.positional.rotation import angles, fixed_point_frequencies, multiply_high, rotate
 from pe_lab.positional.scalings import LARGEST, SCALINGS, Limits, Scaled, Scaling, require
@@ -54,14 +54,7 @@ class NotebookYarn(Encoding):
         """RoPE's frequencies, in radians per position."""
         return self.base ** (-2.0 * np.arange(head_dim // 2) / head_dim)
 
-    def encode(
-        self,
-        params: Params,
-        q: Float[Array, "B T H K"],
-        k: Float[Array, "B T G K"],
-        positions: Int[Array, "#B T"],
-        x: Float[Array, "B T D"],
-    ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T G K"]]:
+    def encode(self, params: Params, q: Queries, k: Keys, positions: Positions, x: Hidden) -> tuple[Queries, Keys]:
         angle = warped_angles(jnp.asarray(fixed_point_frequencies(self.spectrum(q.shape[-1]))), positions, self)
         cos, sin = jnp.cos(angle)[:, :, None], jnp.sin(angle)[:, :, None]
         return rotate(q, cos, sin), rotate(k, cos, sin)

@@ -19,11 +19,11 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from pe_lab.config import OMIT_DEFAULT, register_kind
 from pe_lab.errors import ConfigError, EncodingError, UserError, call, is_external
-from pe_lab.positional.hooks import HOOKS, Encoding, Params
+from pe_lab.positional.hooks import HOOKS, Encoding, Hidden, Keys, Params, Positions, Queries
 from pe_lab.positional.scalings import require
 
 Kind = TypeVar("Kind", bound=type[Encoding])
@@ -265,14 +265,7 @@ class Function(Encoding):
     def display_name(self) -> str:  # type: ignore[override]
         return self.name.rpartition(":")[2]
 
-    def encode(
-        self,
-        params: Params,
-        q: Float[Array, "B T H K"],
-        k: Float[Array, "B T G K"],
-        positions: Int[Array, "#B T"],
-        x: Float[Array, "B T D"],
-    ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T G K"]]:
+    def encode(self, params: Params, q: Queries, k: Keys, positions: Positions, x: Hidden) -> tuple[Queries, Keys]:
         f, settings = _found(self.name, self.digest), dict(self.settings)
         positions = jnp.broadcast_to(positions, q.shape[:2])
 

@@ -8,13 +8,15 @@ All formulas agree with transformers' `modeling_rope_utils` where it has them.
 from __future__ import annotations
 
 import math
+import typing
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from pe_lab.config import field_types
 from pe_lab.errors import ConfigError
 
 Scaled = tuple[np.ndarray, float]  # (frequencies [d/2] in radians per position, factor on cos and sin)
@@ -43,13 +45,18 @@ LARGEST = 2.0**32  # of a number of a description that has no limits of its own;
 class CheckedFields:
     """Base of the descriptions, which are frozen dataclasses: raises a `ConfigError` for a value that is not valid.
 
-    `limits` are of the fields that a class does not share with others. Any other number is at most `LARGEST` in size.
+    `limits` are of the fields that a class does not share with others. Any other number is at most `LARGEST` in size,
+    and a field of type `Literal[...]` has one of its words.
     """
 
     limits: ClassVar[Limits] = {}
 
     def __post_init__(self) -> None:
         kind, values = type(self).__name__, vars(self)
+        for name, hint in field_types(type(self)).items():
+            if typing.get_origin(hint) is Literal:
+                words = typing.get_args(hint)
+                require(values[name] in words, f"{kind}.{name} is {values[name]!r}; it must be {' or '.join(words)}.")
         limits = _SHARED | self.limits
         for name, value in values.items():
             if name in limits:

@@ -16,7 +16,7 @@ from jaxtyping import Float, UInt32
 from pe_lab.errors import ConfigError, call
 from pe_lab.positional.codec import label, ranges, ranges_by
 from pe_lab.positional.encodings import frequencies
-from pe_lab.positional.hooks import HOOKS, Encoding, LayerHooks, has, has_hooks
+from pe_lab.positional.hooks import HOOKS, Encoding, LayerHooks, has
 from pe_lab.positional.layers import Bands, Layer, Uniform
 from pe_lab.positional.registry import registered_name
 from pe_lab.positional.rotation import fixed_point_frequencies
@@ -210,7 +210,7 @@ def layer_hooks(layers: Sequence[Layer], num_heads: int) -> list[tuple[LayerHook
     for layer in layers:
         of_layer = []
         for heads, encoding in layer.acting(num_heads):
-            if not has_hooks(encoding):
+            if not any(has(encoding, hook) for hook in HOOKS):
                 continue
             if has(encoding, "init") and encoding not in names:
                 name = registered_name(encoding)

@@ -186,7 +186,7 @@ def test_the_analysis_and_again(tmp_path, monkeypatch):
     assert found.numbers["random_found"].shape == (3, 3) and len(found.tables[0].rows) == 5
     assert [figure.name for figure in found.figures] == ["retrieval_scores", "needles_found", "answer_log_prob"]
 
-    monkeypatch.setattr(analysis, "Streams", None)
+    monkeypatch.setattr("pe_lab.analysis.losses.Streams", None)
     monkeypatch.setattr(analysis, "retrieval_scores", None)
     later = session(tmp_path, "--count=1,2", "--draws=2")
     assert analysis.ANALYSIS.run(later).sentences == found.sentences and later.reused == 3 + 3 * (1 + 2 * 3)

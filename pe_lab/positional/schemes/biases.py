@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,20 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pe_lab.positional.encodings import alibi_slopes
-from pe_lab.positional.hooks import START, Earlier, Encoding, HeadShape, Parameter, Params, bounded, normal, uniform
+from pe_lab.positional.hooks import (
+    Bias,
+    Earlier,
+    Encoding,
+    HeadShape,
+    Hidden,
+    Parameter,
+    Params,
+    Queries,
+    Start,
+    bounded,
+    normal,
+    uniform,
+)
 from pe_lab.positional.registry import register
 from pe_lab.positional.scalings import Limits, require
 
@@ -38,9 +51,9 @@ class T5Bias(Encoding):
 
     buckets: int = 32
     max_distance: int = 128
-    start: Literal["published", "unchanged"] = "published"
+    start: Start = "published"
 
-    limits: ClassVar[Limits] = START | {
+    limits: ClassVar[Limits] = {
         "buckets": (lambda x: 2 <= x < 2**16 and x % 2 == 0, "give an even number from 2."),
         "max_distance": (lambda x: 1 <= x < 2**24 and x == int(x), "give a whole number of tokens."),
     }
@@ -65,9 +78,7 @@ class T5Bias(Encoding):
         bucket = np.where(distance < exact, distance, exact + np.floor(far + 1e-9))
         return np.concatenate([[0], np.minimum(bucket, self.buckets - 1)]).astype(np.int32)
 
-    def bias(
-        self, params: Params, query_positions: Int[Array, " T"], key_positions: Int[Array, " S"]
-    ) -> Float[Array, "H T S"]:
+    def bias(self, params: Params, query_positions: Int[Array, " T"], key_positions: Int[Array, " S"]) -> Bias:
         distance = jnp.minimum(distances(query_positions, key_positions), self.max_distance)
         return params["table"].T[:, jnp.asarray(self.bucket_of())[distance]]
 
@@ -83,52 +94,47 @@ class LearnedAlibi(Encoding):
     display_name = "learned ALiBi"
     relative = True
 
-    start: Literal["published", "unchanged"] = "published"
-
-    limits: ClassVar[Limits] = START
+    start: Start = "published"
 
     def init(self, key: Array, shape: HeadShape) -> dict[str, Parameter]:
         slopes = alibi_slopes(shape.num_heads) * float(self.start == "published")
         return {"slopes": Parameter(jnp.asarray(slopes, jnp.float32), ("heads",))}
 
-    def bias(
-        self, params: Params, query_positions: Int[Array, " T"], key_positions: Int[Array, " S"]
-    ) -> Float[Array, "H T S"]:
+    def bias(self, params: Params, query_positions: Int[Array, " T"], key_positions: Int[Array, " S"]) -> Bias:
         distance = distances(query_positions, key_positions).astype(jnp.float32)
         return -bounded(params["slopes"], 0.0)[:, None, None] * distance
 
 
-# Of both kernels of KERPLE: the bound below r1 and r2. A trained r1 may go down to it, and starts at 0 if `unchanged`.
-_KERPLE: Limits = START | {"least": (lambda x: 0 <= x < 1, "it must lie in [0, 1).")}
+@dataclass(frozen=True)
+class Kerple(Encoding):
+    """Base of both kernels of KERPLE (Chi et al. 2022, arXiv 2205.09921), with learned `r1` and `r2` [H].
+
+    They start uniform from 0 to `highest`. Both are used as `least` where they are below it, and their gradients pass:
+    the authors clamp parameters in place. `unchanged`: r1 starts at 0, and with least=0 the bias does too.
+    """
+
+    relative = True
+    highest: ClassVar[tuple[float, float]]
+
+    least: float = 0.01
+    start: Start = "published"
+
+    limits: ClassVar[Limits] = {"least": (lambda x: 0 <= x < 1, "it must lie in [0, 1).")}
+
+    def init(self, key: Array, shape: HeadShape) -> dict[str, Parameter]:
+        r1, r2 = (uniform(key, n, 0.0, high, shape.num_heads) for n, high in enumerate(self.highest))
+        return {"r1": Parameter(r1 * float(self.start == "published"), ("heads",)), "r2": Parameter(r2, ("heads",))}
 
 
 @register("kerple_log")
 @dataclass(frozen=True)
-class KerpleLog(Encoding):
-    """KERPLE's logarithmic kernel (Chi et al. 2022, arXiv 2205.09921): -r1 ln(1 + r2 d), learned `r1` and `r2` [H].
-
-    r1 starts uniform in [0, 2], r2 in [0, 1]. Both are used as `least` where they are below it, and their gradients
-    pass: the authors clamp parameters in place. `unchanged` with least=0: the bias starts at 0.
-    """
+class KerpleLog(Kerple):
+    """KERPLE's logarithmic kernel: -r1 ln(1 + r2 d). r1 starts in [0, 2], r2 in [0, 1]."""
 
     display_name = "KERPLE (log)"
-    relative = True
+    highest = (2.0, 1.0)
 
-    least: float = 0.01
-    start: Literal["published", "unchanged"] = "published"
-
-    limits: ClassVar[Limits] = _KERPLE
-
-    def init(self, key: Array, shape: HeadShape) -> dict[str, Parameter]:
-        H, published = shape.num_heads, float(self.start == "published")
-        return {
-            "r1": Parameter(uniform(key, 0, 0.0, 2.0, H) * published, ("heads",)),
-            "r2": Parameter(uniform(key, 1, 0.0, 1.0, H), ("heads",)),
-        }
-
-    def bias(
-        self, params: Params, query_positions: Int[Array, " T"], key_positions: Int[Array, " S"]
-    ) -> Float[Array, "H T S"]:
+    def bias(self, params: Params, query_positions: Int[Array, " T"], key_positions: Int[Array, " S"]) -> Bias:
         distance = distances(query_positions, key_positions).astype(jnp.float32)
         r1, r2 = (bounded(params[name], self.least)[:, None, None] for name in ("r1", "r2"))
         return -r1 * jnp.log1p(r2 * distance)
@@ -136,30 +142,13 @@ class KerpleLog(Encoding):
 
 @register("kerple_power")
 @dataclass(frozen=True)
-class KerplePower(Encoding):
-    """KERPLE's power kernel (Chi et al. 2022, arXiv 2205.09921): -r1 d^r2, learned `r1` and `r2` [H], r2 at most 2.
-
-    r1 starts uniform in [0, 1], r2 in [0, 2]; bounds and `unchanged` as for `KerpleLog`.
-    """
+class KerplePower(Kerple):
+    """KERPLE's power kernel: -r1 d^r2, r2 at most 2. r1 starts in [0, 1], r2 in [0, 2]."""
 
     display_name = "KERPLE (power)"
-    relative = True
+    highest = (1.0, 2.0)
 
-    least: float = 0.01
-    start: Literal["published", "unchanged"] = "published"
-
-    limits: ClassVar[Limits] = _KERPLE
-
-    def init(self, key: Array, shape: HeadShape) -> dict[str, Parameter]:
-        H, published = shape.num_heads, float(self.start == "published")
-        return {
-            "r1": Parameter(uniform(key, 0, 0.0, 1.0, H) * published, ("heads",)),
-            "r2": Parameter(uniform(key, 1, 0.0, 2.0, H), ("heads",)),
-        }
-
-    def bias(
-        self, params: Params, query_positions: Int[Array, " T"], key_positions: Int[Array, " S"]
-    ) -> Float[Array, "H T S"]:
+    def bias(self, params: Params, query_positions: Int[Array, " T"], key_positions: Int[Array, " S"]) -> Bias:
         distance = distances(query_positions, key_positions).astype(jnp.float32)
         r1 = bounded(params["r1"], self.least)[:, None, None]
         r2 = bounded(params["r2"], self.least, 2.0)[:, None, None]
@@ -190,9 +179,9 @@ class Fire(Encoding):
     initial_c: float = 0.1
     width: int = 32
     depth: int = 1
-    start: Literal["published", "unchanged"] = "published"
+    start: Start = "published"
 
-    limits: ClassVar[Limits] = START | {
+    limits: ClassVar[Limits] = {
         "initial_length": (lambda x: 1 <= x < 2**31, "it must be a number of tokens from 1."),
         "initial_c": (lambda x: 1e-6 <= x <= 1e6, "it must lie in [1e-6, 1e6]."),
         "width": (lambda x: 1 <= x < 2**16 and x == int(x), "give a whole number from 1."),
@@ -214,9 +203,7 @@ class Fire(Encoding):
             found[f"b{n + 1}"] = Parameter(uniform(key, 2 * n + 1, -bound, bound, outer), (axis,))
         return found
 
-    def bias(
-        self, params: Params, query_positions: Int[Array, " T"], key_positions: Int[Array, " S"]
-    ) -> Float[Array, "H T S"]:
+    def bias(self, params: Params, query_positions: Int[Array, " T"], key_positions: Int[Array, " S"]) -> Bias:
         def psi(x: jax.Array) -> jax.Array:
             return jnp.log1p(jnp.abs(params["c"] * x))
 
@@ -268,7 +255,7 @@ class ForgettingGate(Encoding):
             "bias": Parameter(jnp.full(H, bias), ("heads",)),
         }
 
-    def running_sum(self, params: Params, x: Float[Array, "B T D"], earlier: Earlier) -> Float[Array, "B T H"]:
+    def running_sum(self, params: Params, x: Hidden, earlier: Earlier) -> Float[Array, "B T H"]:
         gate = jnp.einsum("btd,dh->bth", x.astype(jnp.float32), params["weight"], precision="highest")
         return jax.nn.log_sigmoid(gate + params["bias"])
 
@@ -307,9 +294,7 @@ class ContextualPosition(Encoding):
     def init(self, key: Array, shape: HeadShape) -> dict[str, Parameter]:
         return {"embedding": Parameter(jnp.zeros((shape.head_dim, self.positions)), ("head_dim", None))}
 
-    def logits(
-        self, params: Params, q: Float[Array, "B T H K"], logits: Float[Array, "B H T S"]
-    ) -> Float[Array, "B H T S"]:
+    def logits(self, params: Params, q: Queries, logits: Float[Array, "B H T S"]) -> Float[Array, "B H T S"]:
         gates = jnp.where(logits > -5e29, jax.nn.sigmoid(logits), 0.0)  # those that are not seen are at -1e30
         position = jnp.minimum(jax.lax.cumsum(gates, axis=3, reverse=True), self.positions - 1)
         by_position = jnp.einsum("bthk,kp->bhtp", q.astype(jnp.float32), params["embedding"])

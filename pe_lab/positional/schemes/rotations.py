@@ -9,11 +9,24 @@ from typing import ClassVar, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from pe_lab.errors import ConfigError
-from pe_lab.positional.encodings import Rotary
-from pe_lab.positional.hooks import START, Earlier, Encoding, HeadShape, Parameter, Params, normal, uniform
+from pe_lab.positional.encodings import Rotary, rope_spectrum
+from pe_lab.positional.hooks import (
+    Earlier,
+    Encoding,
+    HeadShape,
+    Hidden,
+    Keys,
+    Parameter,
+    Params,
+    Positions,
+    Queries,
+    Start,
+    normal,
+    uniform,
+)
 from pe_lab.positional.registry import register
 from pe_lab.positional.rotation import angles, fixed_point_frequencies, rotate
 from pe_lab.positional.scalings import Limits, Scaling
@@ -62,11 +75,6 @@ class ClippedRope(Rotary):
         return inv_freq, gain
 
 
-def rope_spectrum(base: float, dim: int) -> np.ndarray:
-    """RoPE's frequencies [dim / 2], radians per position."""
-    return base ** (-2.0 * np.arange(dim // 2) / dim)
-
-
 @register("xpos")
 @dataclass(frozen=True)
 class XPos(Encoding):
@@ -96,14 +104,7 @@ class XPos(Encoding):
     def frequencies(self, head_dim: int, length: int | None) -> tuple[np.ndarray, np.ndarray]:
         return rope_spectrum(self.base, head_dim), np.ones(head_dim // 2)
 
-    def encode(
-        self,
-        params: Params,
-        q: Float[Array, "B T H K"],
-        k: Float[Array, "B T G K"],
-        positions: Int[Array, "#B T"],
-        x: Float[Array, "B T D"],
-    ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T G K"]]:
+    def encode(self, params: Params, q: Queries, k: Keys, positions: Positions, x: Hidden) -> tuple[Queries, Keys]:
         R = q.shape[-1] // 2
         log_zeta = np.log((np.arange(R) / R + 0.4) / 1.4)
         exponent = (positions - np.int32(self.origin)).astype(jnp.float32) / self.scale_base
@@ -156,7 +157,6 @@ class FoPE(Encoding):
             "give an even number from 2, or leave it out.",
         ),
         "fraction": (lambda x: 0 < x <= 1, "it must lie in (0, 1]."),
-        "rest": (lambda x: x in ("unrotated", "doubled"), "it must be unrotated or doubled."),
     }
 
     def series(self, head_dim: int) -> tuple[np.ndarray, int]:
@@ -178,14 +178,7 @@ class FoPE(Encoding):
             for n, name in enumerate(("sin_coef", "cos_coef"))
         }
 
-    def encode(
-        self,
-        params: Params,
-        q: Float[Array, "B T H K"],
-        k: Float[Array, "B T G K"],
-        positions: Int[Array, "#B T"],
-        x: Float[Array, "B T D"],
-    ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T G K"]]:
+    def encode(self, params: Params, q: Queries, k: Keys, positions: Positions, x: Hidden) -> tuple[Queries, Keys]:
         kept, M = self.series(q.shape[-1])
         angle = angles(jnp.asarray(fixed_point_frequencies(kept)), positions)
         rest = ((0, 0), (0, 0), (0, 0), (0, q.shape[-1] // 2 - M))
@@ -224,20 +217,13 @@ class PoPE(Encoding):
     base: float = 10000.0
     initial: Literal["zero", "uniform"] = "zero"
 
-    limits: ClassVar[Limits] = {"initial": (lambda x: x in ("zero", "uniform"), "it must be zero or uniform.")}
-
     def init(self, key: Array, shape: HeadShape) -> dict[str, Parameter]:
         size = (shape.num_kv_heads, shape.head_dim)
         value = jnp.zeros(size) if self.initial == "zero" else uniform(key, 0, -2 * math.pi, 0.0, *size)
         return {"delta": Parameter(value, ("kv_heads", "head_dim"))}
 
     def encode(
-        self,
-        params: Params,
-        q: Float[Array, "B T H K"],
-        k: Float[Array, "B T G K"],
-        positions: Int[Array, "#B T"],
-        x: Float[Array, "B T D"],
+        self, params: Params, q: Queries, k: Keys, positions: Positions, x: Hidden
     ) -> tuple[Float[Array, "B T H twice"], Float[Array, "B T G twice"]]:
         K = q.shape[-1]
         spectrum = fixed_point_frequencies(self.base ** (-np.arange(K) / K))
@@ -249,7 +235,7 @@ class PoPE(Encoding):
         return _polar(q, angle), _polar(k, angle + delta)
 
 
-def _polar(x: Float[Array, "B T H K"], angle: Float[Array, "#B T #H K"]) -> Float[Array, "B T H twice"]:
+def _polar(x: Queries, angle: Float[Array, "#B T #H K"]) -> Float[Array, "B T H twice"]:
     size = jax.nn.softplus(x.astype(jnp.float32))
     return jnp.concatenate([size * jnp.cos(angle), size * jnp.sin(angle)], axis=-1)
 
@@ -290,12 +276,7 @@ class GatedRope(Encoding):
         return {"gate": Parameter(jnp.full(shape.num_heads, GATE_START), ("heads",), learning_rate=10.0)}
 
     def encode(
-        self,
-        params: Params,
-        q: Float[Array, "B T H K"],
-        k: Float[Array, "B T G K"],
-        positions: Int[Array, "#B T"],
-        x: Float[Array, "B T D"],
+        self, params: Params, q: Queries, k: Keys, positions: Positions, x: Hidden
     ) -> tuple[Float[Array, "B T H twice"], Float[Array, "B T G twice"]]:
         spectrum = fixed_point_frequencies(rope_spectrum(self.base, q.shape[-1]))
         angle = angles(jnp.asarray(spectrum), positions)[:, :, None]
@@ -315,7 +296,7 @@ def gates(parameter: Float[Array | np.ndarray, "*layers H"]) -> Float[Array, "*l
     return jnp.clip((1 + 2 * GATE_STRETCH) * jax.nn.sigmoid(parameter) - GATE_STRETCH, 0.0, 1.0)
 
 
-_LIMITS: Limits = START | {
+_LIMITS: Limits = {
     "rank": (lambda x: 1 <= x < 2**20 and x == int(x), "give a whole number from 1."),
     "temperature": (lambda x: 1e-6 <= x <= 1e6, "it must lie in [1e-6, 1e6]."),
     "convolution": (lambda x: 1 <= x <= 64 and x == int(x), "give the width in tokens, from 1 (none) to 64."),
@@ -355,7 +336,7 @@ class SelectiveRope(Encoding):
     convolution: int = 1
     log_bias: bool = False
     gate: bool = False
-    start: Literal["published", "unchanged"] = "published"
+    start: Start = "published"
 
     limits: ClassVar[Limits] = _LIMITS
 
@@ -375,7 +356,7 @@ class SelectiveRope(Encoding):
             found["gate_bias"] = Parameter(jnp.zeros(G), ("kv_heads",))
         return found
 
-    def running_sum(self, params: Params, x: Float[Array, "B T D"], earlier: Earlier) -> Float[Array, "B T G R"]:
+    def running_sum(self, params: Params, x: Hidden, earlier: Earlier) -> Float[Array, "B T G R"]:
         units = _units(params, x)
         phi = _phi(params, units)
         if self.convolution > 1:
@@ -392,13 +373,8 @@ class SelectiveRope(Encoding):
         return phi * _factors(self.base, self.temperature, 2 * phi.shape[-1])
 
     def encode(
-        self,
-        params: Params,
-        q: Float[Array, "B T H K"],
-        k: Float[Array, "B T G K"],
-        positions: Int[Array, "#B T"],
-        x: Float[Array, "B T G R"],
-    ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T G K"]]:
+        self, params: Params, q: Queries, k: Keys, positions: Positions, x: Float[Array, "B T G R"]
+    ) -> tuple[Queries, Keys]:
         return _rotated(q, k, x)
 
 
@@ -417,27 +393,18 @@ class ContentRotation(Encoding):
     rank: int = 32
     base: float = 500000.0
     temperature: float = 1.0
-    start: Literal["published", "unchanged"] = "published"
+    start: Start = "published"
 
     limits: ClassVar[Limits] = _LIMITS
 
     def init(self, key: Array, shape: HeadShape) -> dict[str, Parameter]:
         return _projection(key, shape, self.rank, self.start)
 
-    def encode(
-        self,
-        params: Params,
-        q: Float[Array, "B T H K"],
-        k: Float[Array, "B T G K"],
-        positions: Int[Array, "#B T"],
-        x: Float[Array, "B T D"],
-    ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T G K"]]:
+    def encode(self, params: Params, q: Queries, k: Keys, positions: Positions, x: Hidden) -> tuple[Queries, Keys]:
         return _rotated(q, k, _phi(params, _units(params, x)) * _factors(self.base, self.temperature, q.shape[-1]))
 
 
-def _projection(
-    key: Array, shape: HeadShape, rank: int, start: Literal["published", "unchanged"]
-) -> dict[str, Parameter]:
+def _projection(key: Array, shape: HeadShape, rank: int, start: Start) -> dict[str, Parameter]:
     H, G, K, D = shape
     if D % H:
         raise ConfigError(
@@ -450,7 +417,7 @@ def _projection(
     }
 
 
-def _units(params: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T H C"]:
+def _units(params: Params, x: Hidden) -> Float[Array, "B T H C"]:
     """Each token's slices, one for each head, of unit length."""
     slices = x.astype(jnp.float32).reshape(*x.shape[:2], params["down"].shape[0], -1)
     return slices * jax.lax.rsqrt(jnp.square(slices).sum(-1, keepdims=True) + 1e-6)
@@ -467,9 +434,7 @@ def _factors(base: float, temperature: float, head_dim: int) -> Float[Array, " R
     return jnp.asarray(temperature * rope_spectrum(base, head_dim), jnp.float32)
 
 
-def _rotated(
-    q: Float[Array, "B T H K"], k: Float[Array, "B T G K"], angle: Float[Array, "B T G R"]
-) -> tuple[Float[Array, "B T H K"], Float[Array, "B T G K"]]:
+def _rotated(q: Queries, k: Keys, angle: Float[Array, "B T G R"]) -> tuple[Queries, Keys]:
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     groups = q.shape[2] // k.shape[2]
     return rotate(q, *(jnp.repeat(one, groups, axis=2) for one in (cos, sin))), rotate(k, cos, sin)

@@ -9,9 +9,22 @@ from typing import ClassVar, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from pe_lab.positional.hooks import START, Encoding, HeadShape, Parameter, Params, normal
+from pe_lab.positional.hooks import (
+    Encoding,
+    HeadShape,
+    Hidden,
+    Keys,
+    Outputs,
+    Parameter,
+    Params,
+    Positions,
+    Queries,
+    Start,
+    Values,
+    normal,
+)
 from pe_lab.positional.registry import register
 from pe_lab.positional.scalings import Limits
 
@@ -46,14 +59,7 @@ class SSMax(Encoding):
             start = self.original_length / math.lgamma(self.original_length + 1)  # the sum of ln(n) is ln of n!
         return {"scale": Parameter(jnp.full(shape.num_heads, start), ("heads",))}
 
-    def encode(
-        self,
-        params: Params,
-        q: Float[Array, "B T H K"],
-        k: Float[Array, "B T G K"],
-        positions: Int[Array, "#B T"],
-        x: Float[Array, "B T D"],
-    ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T G K"]]:
+    def encode(self, params: Params, q: Queries, k: Keys, positions: Positions, x: Hidden) -> tuple[Queries, Keys]:
         factor = params["scale"] * jnp.log(positions.astype(jnp.float32) + 1)[..., None]
         return q * factor[..., None], k
 
@@ -81,14 +87,7 @@ class Llama4Temperature(Encoding):
         "floor_scale": (lambda x: 1 <= x < 2**31 and x == int(x), "give a whole number of tokens from 1."),
     }
 
-    def encode(
-        self,
-        params: Params,
-        q: Float[Array, "B T H K"],
-        k: Float[Array, "B T G K"],
-        positions: Int[Array, "#B T"],
-        x: Float[Array, "B T D"],
-    ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T G K"]]:
+    def encode(self, params: Params, q: Queries, k: Keys, positions: Positions, x: Hidden) -> tuple[Queries, Keys]:
         steps = (positions + 1) // np.int32(self.floor_scale)
         factor = 1 + self.attn_scale * jnp.log1p(steps.astype(jnp.float32))
         return q * factor[..., None, None], k
@@ -113,9 +112,7 @@ class GatedOutput(Encoding):
     content = True
 
     per: Literal["channel", "head"] = "channel"
-    start: Literal["published", "unchanged"] = "published"
-
-    limits: ClassVar[Limits] = START | {"per": (lambda x: x in ("channel", "head"), "it must be channel or head.")}
+    start: Start = "published"
 
     def init(self, key: Array, shape: HeadShape) -> dict[str, Parameter]:
         size, axes = (shape.d_model, shape.num_heads), ("embed", "heads")
@@ -123,13 +120,7 @@ class GatedOutput(Encoding):
             size, axes = (*size, shape.head_dim), (*axes, "head_dim")
         return {"gate": Parameter(normal(key, 0, *size) * float(self.start == "published"), axes, decay=True)}
 
-    def output(
-        self,
-        params: Params,
-        x: Float[Array, "B T D"],
-        out: Float[Array, "B T H K"],
-        value: Float[Array, "B T G K"],
-    ) -> Float[Array, "B T H K"]:
+    def output(self, params: Params, x: Hidden, out: Outputs, value: Values) -> Outputs:
         # In the compute dtype: by channels, this product is as large as the queries'.
         gate = jnp.tensordot(x, params["gate"].astype(x.dtype), 1, preferred_element_type=jnp.float32)
         gate = jax.nn.sigmoid(gate) * (1.0 if self.start == "published" else 2.0)
@@ -148,13 +139,7 @@ class XSA(Encoding):
     stands_alone = False
     relative = True
 
-    def output(
-        self,
-        params: Params,
-        x: Float[Array, "B T D"],
-        out: Float[Array, "B T H K"],
-        value: Float[Array, "B T G K"],
-    ) -> Float[Array, "B T H K"]:
+    def output(self, params: Params, x: Hidden, out: Outputs, value: Values) -> Outputs:
         return out.astype(jnp.float32) - _projected(out, value)
 
 
@@ -173,17 +158,11 @@ class GatedXSA(Encoding):
     def init(self, key: Array, shape: HeadShape) -> dict[str, Parameter]:
         return {"alpha": Parameter(jnp.zeros(shape.num_heads), ("heads",))}
 
-    def output(
-        self,
-        params: Params,
-        x: Float[Array, "B T D"],
-        out: Float[Array, "B T H K"],
-        value: Float[Array, "B T G K"],
-    ) -> Float[Array, "B T H K"]:
+    def output(self, params: Params, x: Hidden, out: Outputs, value: Values) -> Outputs:
         return out.astype(jnp.float32) - jnp.tanh(params["alpha"])[:, None] * _projected(out, value)
 
 
-def _projected(out: Float[Array, "B T H K"], value: Float[Array, "B T G K"]) -> Float[Array, "B T H K"]:
+def _projected(out: Outputs, value: Values) -> Outputs:
     """The part of outputs [H] in the direction of their token's values [G]; float32, 0 for a value of 0."""
     own = jnp.repeat(value.astype(jnp.float32), out.shape[2] // value.shape[2], axis=2)
     size = jnp.maximum(jnp.square(own).sum(-1, keepdims=True), 1e-24)  # the square of 1e-12, as F.normalize has it
