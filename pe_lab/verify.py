@@ -30,7 +30,7 @@ from pe_lab.errors import CheckpointError, ConfigError, DataError, StoreError, U
 from pe_lab.storage import AnyPath, children, exists, is_file, is_remote, log_exists, read_json, read_records
 from pe_lab.storage.manifest import MANIFEST, Manifest, seal_broken
 from pe_lab.storage.run_files import LEDGER_FILE, LOGS, PHASE_FILE, RUN_FILE, log_damage, whole_records
-from pe_lab.terminal import Progress, argument_parser, console, works_on
+from pe_lab.terminal import argument_parser, byte_progress, works_on
 
 DESCRIPTION = """\
 Reads every file of the checkpoints, prepared data and exports under the paths, and compares its size and digest with
@@ -214,17 +214,8 @@ def main(argv: Sequence[str]) -> int:
             )
         found += under
     size = sum(target.manifest.size for target in found if target.manifest)
-    read = 0
-    findings = []
-    with Progress(console(stderr=True), "verifying", size) as progress:
-
-        def done(more: int) -> None:
-            nonlocal read
-            read += more
-            progress.update(read, f"{read / 1e9:.1f} of {size / 1e9:.1f} GB")
-
-        for target in found:
-            findings.append(verify(target, done))
+    with byte_progress("verifying", size) as done:
+        findings = [verify(target, done) for target in found]
     for finding in findings:
         print(f"{finding.state:11}  {finding.target.kind} {finding.target.path}: {finding.why}")
     counts = {state: sum(v.state == state for v in findings) for state in (WHOLE, DAMAGED, UNKNOWN, UNCOMMITTED)}
