@@ -1,4 +1,4 @@
-"""The config of a run as frozen dataclasses, with defaults and bounds; and the codec of dataclasses to and from JSON."""
+"""The config of a run as frozen dataclasses, with defaults and bounds; and their codec, from and to JSON."""
 
 from __future__ import annotations
 
