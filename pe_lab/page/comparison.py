@@ -156,7 +156,7 @@ def _score_comparison(runs: Sequence[RunFiles], of: Table) -> Markup:
 def _validation_charts(runs: Sequence[RunFiles]) -> list[object]:
     """Validation losses of all runs: of all sources together, and of each."""
     whole = run_charts.loss_comparison(runs, "validation_loss", "Validation loss")
-    keys = list(dict.fromkeys(key for run in runs for key in run_charts.source_keys(run)))
+    keys = list(dict.fromkeys(key for run in runs for key in run_charts.logged_keys(run, run_charts.SOURCE)))
     parts = [
         run_charts.loss_comparison(runs, key, f"Validation loss on {key.removeprefix(run_charts.SOURCE)}")
         for key in (keys if len(keys) > 1 else [])
