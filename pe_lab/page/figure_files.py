@@ -14,11 +14,26 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pe_lab.page.axes import axes_of, axis_number, colour_limits, every, exceeds, labels_of, linear_ticks, tick_names
 from pe_lab.page.charts import line_styles, series_of
 from pe_lab.page.colours import cell_colours, picture, scale_colours, step, step_colours
 from pe_lab.page.markup import Markup, element, text
-from pe_lab.page.plot import LETTER, Frame, draw, drawable, legend_shapes, line_shape, text_shape
+from pe_lab.page.plot import (
+    LETTER,
+    Frame,
+    axes_of,
+    axis_number,
+    colour_limits,
+    draw,
+    drawable,
+    every,
+    exceeds,
+    labels_of,
+    legend_shapes,
+    line_shape,
+    linear_ticks,
+    text_shape,
+    tick_names,
+)
 from pe_lab.page.stylesheet import ATTRIBUTES, FONTS, PALETTE
 from pe_lab.results.figures import Effects, Figure, HeatMaps, LineCharts
 from pe_lab.results.formatting import percent, shortened

@@ -17,10 +17,10 @@ import numpy as np
 from jaxtyping import Float
 
 from pe_lab.errors import ConfigError, DataError, did_you_mean
-from pe_lab.page.axes import axis_number, colour_limits, every, exceeds, tick_names
 from pe_lab.page.colours import STEPS, Style, cell_colours, picture, scale_colours, step
 from pe_lab.page.figure_files import share_text
 from pe_lab.page.markup import Markup, element, folded, text
+from pe_lab.page.plot import axis_number, colour_limits, every, exceeds, tick_names
 from pe_lab.page.tables import UNMEASURED, header, label_markup, row, table
 from pe_lab.page.variants import suite_title, task_name, task_suites
 from pe_lab.results.figures import HeatMaps

@@ -11,11 +11,10 @@ from collections.abc import Iterator, Sequence
 
 from pe_lab.errors import UserError
 from pe_lab.evaluation.suites import SUITES
-from pe_lab.page.axes import PlotAxis, Point, decimate, smooth
 from pe_lab.page.charts import file_parts, legend, line_chart
 from pe_lab.page.colours import INK, STYLES, Style, run_style
 from pe_lab.page.markup import Markup, element
-from pe_lab.page.plot import MOST, Series
+from pe_lab.page.plot import MOST, PlotAxis, Point, Series, decimate, smooth
 from pe_lab.page.tables import plain_table
 from pe_lab.results.comparison import encoding_text
 from pe_lab.results.formatting import Number, count, percent, short_number, times
