@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -542,3 +542,14 @@ def _as_declared(value: Any, declared: Any) -> Any:
     """A whole number as a float where a float is declared, as `from_dict` reads it: both have one JSON."""
     is_float = declared is float or (float in typing.get_args(declared) and int not in typing.get_args(declared))
     return float(value) if is_float and type(value) is int else value
+
+
+def flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(`a.b.0.c`, value) of every number, text and null in nested mappings and lists."""
+    if isinstance(value, list | tuple):
+        value = dict(enumerate(value))
+    if not isinstance(value, Mapping):
+        yield path, value
+        return
+    for key, item in value.items():
+        yield from flat(item, f"{path}.{key}" if path else str(key))

@@ -17,7 +17,7 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-from pe_lab.config import Config, from_dict, to_json
+from pe_lab.config import Config, flat, from_dict, to_json
 from pe_lab.errors import CheckpointError, ConfigError, UserError, redacted
 from pe_lab.storage import (
     AnyPath,
@@ -82,29 +82,12 @@ _CHANGEABLE = re.compile("|".join(map(_pattern, MAY_CHANGE)))
 _STATE = re.compile(r"phases\.\d+\.optimizer\.name")
 
 
-def _flat(config: Config) -> dict[str, Any]:
-    """Every value of a config by its key: {"model.layers": 4, "phases.0.steps": 10, ...}."""
-    flat: dict[str, Any] = {}
-
-    def walk(value: Any, path: str) -> None:
-        if isinstance(value, list):
-            value = dict(enumerate(value))
-        if isinstance(value, dict):
-            for key, item in value.items():
-                walk(item, f"{path}.{key}" if path else key)
-        else:
-            flat[path] = value
-
-    walk(to_json(config), "")
-    return flat
-
-
 def identity(config: Config) -> dict[str, Any]:
     """The part of a config that a result depends on, flat: {"model.layers": 4, ...}."""
     other = {*_NOT_IDENTITY, *(f"phases.{i}.steps" for i, phase in enumerate(config.phases) if phase.epochs)}
     return {
         key: value
-        for key, value in _flat(config).items()
+        for key, value in flat(to_json(config))
         if key.partition(".")[0] in _IDENTITY and key not in other and not _OF_SUPPLY.fullmatch(key)
     }
 
@@ -114,7 +97,7 @@ def changed(before: Mapping[str, Any], now: Config) -> dict[str, tuple[Any, Any]
 
     `before` is the JSON of a config.
     """
-    old, new = _flat(from_dict(Config, before)), _flat(now)
+    old, new = (dict(flat(to_json(config))) for config in (from_dict(Config, before), now))
     return {
         key: (old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)
     }

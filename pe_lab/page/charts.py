@@ -28,6 +28,7 @@ from pe_lab.page.plot import (
     labels_of,
     legend_shapes,
     names_fit,
+    powers_of_two,
     shift,
     stroke_of,
     text_shape,
@@ -111,15 +112,12 @@ def line_chart(
 def _told(point: tuple[Number, Number, tuple[Number, Number] | None], x: PlotAxis, y: PlotAxis) -> list[object]:
     """A point for the tooltip and for files: numbers of six digits, their texts, and the ends of the interval."""
     a, b, ends = point
-    return [*map(_digits, (a, b)), x.show(a), y.show(b) + _interval_text(ends, y), *map(_digits, ends or ())]
+    interval = f" ({y.show(ends[0])} to {y.show(ends[1])})" if ends else ""
+    return [*map(_digits, (a, b)), x.show(a), y.show(b) + interval, *map(_digits, ends or ())]
 
 
 def _digits(value: Number) -> float:
     return float(f"{value:.6g}")
-
-
-def _interval_text(ends: tuple[Number, Number] | None, y: PlotAxis) -> str:
-    return f" ({y.show(ends[0])} to {y.show(ends[1])})" if ends else ""
 
 
 def _svg(
@@ -377,10 +375,7 @@ def position_chart(
         title, name = "Perplexity by position", "position in the sequence (tokens, log scale)"
         y = PlotAxis("perplexity (log scale)", True)
     xs = [x for one in series for x, _ in one.points if x > 0]
-    ticks = None
-    if xs:
-        ticks = [2.0**e for e in range(math.floor(math.log2(min(xs))), math.ceil(math.log2(max(xs))) + 1)]
-        ticks = ticks[:: max(1, math.ceil(len(ticks) / 11))]
+    ticks = powers_of_two(min(xs), max(xs), 11) if xs else None
     if any(one.intervals for one in series):
         two = any(number(cell.record, "seeds") == 2 for cell in scores.column(column).values())
         caption += f" Bands: {'the range of two seeds' if two else '95% intervals over the seeds'}."

@@ -106,10 +106,8 @@ def _several_runs(worked: Sequence[Results]) -> Markup:
     kicker = element("p", "pe_lab report · ", element("b", f"{number} runs{groups}"), class_="kicker")
     parts = []
     for index, results in enumerate(worked):
-        inner = [element("h2", results.run.name, id=f"run-{index}"), top(results, 2), problem_note(results.run)]
-        inner += _sections(results, 3, f"run-{index}-", len(worked))
-        inner.append(_members(results.run, f"run-{index}-"))
-        parts.append(element("section", inner, class_="run", data_run=results.run.name))
+        members = _members(results.run, f"run-{index}-")
+        parts.append(_part(results, 2, f"run-{index}", len(worked), "run", members))
     links = [(f"#run-{index}", results.run.name) for index, results in enumerate(worked)]
     navigation = _navigation([("#compare", "Comparison"), *links, READ])
     runs = [results.run for results in worked]
@@ -121,23 +119,24 @@ def _several_runs(worked: Sequence[Results]) -> Markup:
 
 def _members(run: RunFiles, prefix: str) -> Markup:
     """The runs of a group with a section for each; "" of a single run."""
-    parts = []
-    for index, member in enumerate(run.members):
-        results, identity = work_out(member), f"{prefix}{index}"
-        inner = [element("h3", member.name, id=identity), top(results, 3), problem_note(member)]
-        inner += _sections(results, 4, f"{identity}-", len(run.members))
-        parts.append(element("section", inner, class_="run member", data_run=member.name))
-    return members_part(run, prefix, parts)
+    count = len(run.members)
+    each = [
+        _part(work_out(member), 3, f"{prefix}{index}", count, "run member") for index, member in enumerate(run.members)
+    ]
+    return members_part(run, prefix, each)
 
 
-def _sections(results: Results, level: int, prefix: str, of: int) -> list[Markup]:
-    """The sections of one of many runs; of more than `MANY` runs only the scores, and how to get the others."""
-    found = run_sections(results, level, prefix)
-    if of <= MANY:
-        return [part for *_, part in found]
-    command = element("code", f"python -m pe_lab.report {results.run.directory}")
-    more = element("p", "Losses, positions, heat maps and config of this run: ", command, class_="small soft")
-    return [*(part for key, _, part in found if key in SHORT), more]
+def _part(results: Results, level: int, identity: str, of: int, look: str, more: object = None) -> Markup:
+    """One of many runs, below a heading; of more than `MANY` only the scores, and how to get the other sections."""
+    run, found = results.run, run_sections(results, level + 1, f"{identity}-")
+    sections = [part for key, _, part in found if of <= MANY or key in SHORT]
+    if of > MANY:
+        command = element("code", f"python -m pe_lab.report {run.directory}")
+        words = "Losses, positions, heat maps and config of this run: "
+        sections.append(element("p", words, command, class_="small soft"))
+    heading = element(f"h{level}", run.name, id=identity)
+    inner = [heading, top(results, level), problem_note(run), sections, more]
+    return element("section", inner, class_=look, data_run=run.name)
 
 
 def _navigation(links: Sequence[tuple[str, str]]) -> Markup:

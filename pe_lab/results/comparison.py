@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pe_lab.results.groups import SEEDS, flat, seeds_of
+from pe_lab.config import flat
+from pe_lab.results.groups import SEEDS, seeds_of
 from pe_lab.results.records import as_dict, mappings
 from pe_lab.results.runs import RunFiles
 from pe_lab.results.scores import build_tables

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
-from pe_lab.config import Config, from_dict
+from pe_lab.config import Config, flat, from_dict
 from pe_lab.errors import UserError
 from pe_lab.identity import identity
 from pe_lab.results.records import Record, as_dict, as_list, number
@@ -25,17 +25,6 @@ from pe_lab.results.statistics import Z95, Mean, exp, interval, over_seeds, stud
 from pe_lab.results.table import Cell
 
 SEEDS = ("seed", "data.seed")  # keys of the identity
-
-
-def flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """(`a.b.0.c`, value) of every number, text and null in nested mappings and lists."""
-    if isinstance(value, list | tuple):
-        value = dict(enumerate(value))
-    if not isinstance(value, Mapping):
-        yield path, value
-        return
-    for key, item in value.items():
-        yield from flat(item, f"{path}.{key}" if path else str(key))
 
 
 def identity_of(run: RunFiles) -> dict[str, Any]:
