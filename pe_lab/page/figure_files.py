@@ -22,11 +22,11 @@ from pe_lab.page.plot import (
     Frame,
     axes_of,
     axis_number,
+    colour_ends,
     colour_limits,
     draw,
     drawable,
     every,
-    exceeds,
     labels_of,
     legend_shapes,
     line_shape,
@@ -281,10 +281,7 @@ def _column_ticks(names: Sequence[str], wide: float) -> list[Markup]:
 
 def _colour_bar(figure: HeatMaps, y: float) -> list[Markup]:
     """What the values are, and the colours with the values of their ends."""
-    show, (low, far) = percent if figure.scale == "found" else axis_number, colour_limits(figure)
-    ends = [
-        mark * out + show(value) for mark, out, value in zip(("≤ ", "≥ "), exceeds(figure), (low, far), strict=True)
-    ]
+    ends = colour_ends(figure, percent if figure.scale == "found" else axis_number)
     bar = picture(scale_colours(figure.scale, np.linspace(0, 1, 64))[None].repeat(8, 0).repeat(4, 1))
     start = 12 * LETTER * len(figure.value_label) + 14
     first, after = start + 12 * LETTER * len(ends[0]) + 6, "hatched: not measured" * bool(np.isnan(figure.values).any())
@@ -299,10 +296,7 @@ def _colour_bar(figure: HeatMaps, y: float) -> list[Markup]:
 
 
 def _effects(figure: Effects, width: float) -> FigureBlock:
-    """Differences with their intervals on one axis, each in a row beside its sentence and its numbers.
-
-    Marks are the margins: at both ends of what counts as equal, and of how much better or worse counts.
-    """
+    """Differences with their intervals on one axis, each in a row beside its sentence; marks are the margins."""
     shapes, top = _titles(figure.title, 0.0, width)
     start, end, small = 0.42 * width, 0.70 * width, 10.0
     ends = [

@@ -157,10 +157,11 @@ def colour_limits(figure: HeatMaps) -> tuple[float, float]:
     return float(low) - margin, float(high) + margin
 
 
-def exceeds(figure: HeatMaps) -> tuple[bool, bool]:
-    """Whether values lie below the first colour, and above the last."""
+def colour_ends(figure: HeatMaps, show: Callable[[Number], str]) -> tuple[str, str]:
+    """The values of the first and the last colour as texts, with ≤ and ≥ where values lie beyond them."""
     low, high = colour_limits(figure)
-    return bool((figure.values < low).any()), bool((figure.values > high).any())
+    below, above = bool((figure.values < low).any()), bool((figure.values > high).any())
+    return "≤ " * below + show(low), "≥ " * above + show(high)
 
 
 def counts(figure: LineCharts) -> bool:
@@ -540,10 +541,7 @@ def _end_labels(
     to_y: Callable[[Number], Number],
     right: int,
 ) -> list[Markup]:
-    """Each line's name at the height of its last point, moved apart where they would overlap.
-
-    A stroke joins them, unless the line ends before the right edge of the plot.
-    """
+    """Each line's name at the height of its last point, moved apart, with a stroke to lines that end at the right."""
     gap = 14.0
     wanted = sorted(((to_y(s.points[-1][1]), s) for s in series), key=lambda item: item[0])
     places: list[float] = []
