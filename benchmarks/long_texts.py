@@ -15,7 +15,7 @@ import jax
 from benchmarks.document import Place
 from pe_lab.model.cache import cache_bytes
 from pe_lab.parallel.topology import GIB, parse_topology
-from pe_lab.planning.evaluation_memory import longest
+from pe_lab.planning.memory import longest
 from pe_lab.planning.plan import make_plan
 from pe_lab.recipes import load_config
 from pe_lab.terminal import command

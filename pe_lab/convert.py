@@ -7,8 +7,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from pe_lab import storage
 from pe_lab.errors import CheckpointError, ConfigError, UnsupportedError
 from pe_lab.storage import AnyPath, check_checkpoints, check_place, new_directory, write_json
 from pe_lab.storage.manifest import manifest_of
-from pe_lab.terminal import Progress, argument_parser, console, positive, works_on
+from pe_lab.terminal import argument_parser, byte_progress, positive, works_on
 
 if TYPE_CHECKING:
     from pe_lab.checkpoints.checkpoint import Checkpoint
@@ -136,7 +135,7 @@ def import_checkpoint(
     print(describe(schedule, source.layers))
     with new_directory(to, "--to") as temporary:
         metadata = {} if tokenizer is None else {"tokenizer": tokenizer.fingerprint}
-        with progress(size) as done:
+        with byte_progress("converting", size) as done:
             where = write_checkpoint(source, temporary, to, metadata, done)
         if tokenizer is not None:
             save_tokenizer(tokenizer, temporary / "tokenizer")
@@ -184,7 +183,7 @@ def export_checkpoint(
     else:
         print(report(export.config))
     with new_directory(to, "--to") as temporary:
-        with progress(export.size) as done:
+        with byte_progress("converting", export.size) as done:
             write_huggingface(source, export, temporary, done)
         _write_generation(export.config, tokenizer, temporary)
         if export.family.stock:
@@ -278,20 +277,6 @@ def _check_parity(
     print(f"Logits compared with transformers': {listed}; {time.monotonic() - started:.0f} s.")
     if verdicts[-1].last == LAST_POSITION:
         print(f"Not compared: positions beyond {LAST_POSITION:,}, where transformers' rounding of angles hides more.")
-
-
-@contextmanager
-def progress(size: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar of bytes; the function is called with the number of bytes after each write."""
-    written = 0
-    with Progress(console(stderr=True), "converting", size) as bar:
-
-        def done(more: int) -> None:
-            nonlocal written
-            written += more
-            bar.update(written, f"{written / 1e9:.1f} of {size / 1e9:.1f} GB")
-
-        yield done
 
 
 if __name__ == "__main__":

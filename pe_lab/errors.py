@@ -127,7 +127,7 @@ def store_failure(error: BaseException, where: str = "") -> StoreError | None:
       error: what was raised.
       where: the address that was read or written.
     """
-    chain = list(_causes(error))
+    chain = causes(error)
     if not any(module.split(".")[0] in _STORE_LIBRARIES for e in chain for module in _modules(e)):
         return None
     names = {type(e).__name__ for e in chain}
@@ -157,11 +157,13 @@ def _modules(error: BaseException) -> Iterator[str]:
         frame = frame.tb_next
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The exception, and those that led to it."""
-    while error is not None:
-        yield error
+def causes(error: BaseException | None) -> list[BaseException]:
+    """The exception, and those that led to it, the last one first."""
+    chain: list[BaseException] = []
+    while error is not None and error not in chain:
+        chain.append(error)
         error = error.__cause__ or error.__context__
+    return chain
 
 
 def is_external(kind: Any) -> bool:

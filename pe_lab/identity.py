@@ -14,10 +14,10 @@ import os
 import platform
 import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from pe_lab.config import Config, from_dict, to_json
+from pe_lab.config import Config, flat, from_dict, to_json
 from pe_lab.errors import CheckpointError, ConfigError, UserError, redacted
 from pe_lab.storage import (
     AnyPath,
@@ -80,17 +80,6 @@ def _pattern(key: str) -> str:
 
 _CHANGEABLE = re.compile("|".join(map(_pattern, MAY_CHANGE)))
 _STATE = re.compile(r"phases\.\d+\.optimizer\.name")
-
-
-def flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """(`a.b.0.c`, value) of every number, text and null in nested mappings and lists."""
-    if isinstance(value, list | tuple):
-        value = dict(enumerate(value))
-    if not isinstance(value, Mapping):
-        yield path, value
-        return
-    for key, item in value.items():
-        yield from flat(item, f"{path}.{key}" if path else str(key))
 
 
 def identity(config: Config) -> dict[str, Any]:

@@ -7,8 +7,8 @@ import dataclasses
 import functools
 import html
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -117,14 +117,12 @@ class LanguageModel:
       checkpoint: the weights and their metadata.
       layers: the encoding of each layer; the schedule is built from it.
       tokenizer: None if the checkpoint came without one.
-      general: arguments of `Schedule.generalize`; see `for_any_scheme`.
       schedule_length: tokens; see `at_length`.
     """
 
     checkpoint: Checkpoint
     layers: tuple[Layer, ...]
     tokenizer: Tokenizer | None = None
-    general: Mapping[str, Any] = field(default_factory=dict)
     schedule_length: int | None = None
 
     def __repr__(self) -> str:
@@ -263,17 +261,10 @@ class LanguageModel:
         prompt: Prompt,
         max_new_tokens: int = 128,
         *,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int = 0,
-        stop: str | Sequence[str] = (),
-        eos_ids: Collection[int] | None = None,
-        cache_length: int | None = None,
-        refresh: int = 1,
         statistics: GenerationStatistics | None = None,
+        **settings: Any,
     ) -> Iterator[str]:
-        """Yields the continuation of one prompt in pieces; arguments and errors as in `generate`.
+        """Yields the continuation of one prompt in pieces; arguments, `settings` too, and errors as in `generate`.
 
         A piece is yielded as soon as it is final: it ends with a whole character and cannot become a stop string.
         """
@@ -282,7 +273,7 @@ class LanguageModel:
             raise ConfigError("stream continues one prompt; use generate for several.")
         if self.tokenizer is None:
             raise DataError(f"'{self.checkpoint.path}' came without a tokenizer; use generate with token ids.")
-        request = self._request(max_new_tokens, temperature, top_k, top_p, seed, stop, eos_ids, cache_length, refresh)
+        request = self._request(max_new_tokens, **settings)
         decoder = _decoder(self.config, self.mesh)
         decoder.check(prompts, request, self.tokenizer.decode)
         weights = _weights_of(self.checkpoint, decoder)
@@ -309,14 +300,14 @@ class LanguageModel:
     def _request(
         self,
         max_new_tokens: int,
-        temperature: float,
-        top_k: int,
-        top_p: float,
-        seed: int,
-        stop: str | Sequence[str],
-        eos_ids: Collection[int] | None,
-        cache_length: int | None,
-        refresh: int,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop: str | Sequence[str] = (),
+        eos_ids: Collection[int] | None = None,
+        cache_length: int | None = None,
+        refresh: int = 1,
     ) -> GenerationRequest:
         eos_ids = self.eos_ids if eos_ids is None else eos_ids
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
@@ -349,15 +340,7 @@ class LanguageModel:
         """The schedule of `described` for sequences of `length` tokens, in the structure this model is compiled for."""
         config = self.config
         schedule = build_schedule(described, config.heads, config.kv_heads, config.head_dim, length)
-        return schedule.generalize(**self.general)
-
-    def for_any_scheme(self) -> LanguageModel:
-        """The same model in a structure that also holds ALiBi and heads that differ, without another compilation.
-
-        Every layer then takes slopes and rotates keys once per query head, which costs memory where heads share keys.
-        Windows, heads of noise and the notebook's encodings need a compilation of their own.
-        """
-        return dataclasses.replace(self, general={"heads": "split", "slopes": True})
+        return schedule.generalize()
 
     def with_attention(self, name: str) -> LanguageModel:
         """The same model with an attention implementation that `python -m pe_lab.attention` lists.

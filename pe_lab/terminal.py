@@ -22,6 +22,7 @@ from pe_lab.errors import (
     SilentCorruption,
     TrainingDiverged,
     UserError,
+    causes,
     excerpt,
     redacted,
     store_failure,
@@ -136,15 +137,12 @@ _ADVICE = _WRAPPED | {errno.EPERM: _WRITE, errno.EMFILE: "Raise the limit of ope
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory", "Unable to allocate")
 
 
-def machine_failure(error: BaseException | None) -> str | None:
+def machine_failure(error: BaseException) -> str | None:
     """The message for an error that a disk, a file system or the memory caused; None for any other error.
 
     Orbax, tensorstore and XLA wrap such errors in others, or repeat their text: the chain of causes is searched.
     """
-    chain: list[BaseException] = []
-    while error is not None and error not in chain:
-        chain.append(error)
-        error = error.__cause__ or error.__context__
+    chain = causes(error)
     for one in chain:
         lines = str(one).strip().splitlines() or ["it is exhausted"]
         if isinstance(one, ValueError) and "embedded null" in str(one):
@@ -371,6 +369,20 @@ class Progress:
             return ""
         seconds = (time.monotonic() - start) * (self._total - done) / (done - before)
         return "{}:{:02d} left".format(*divmod(max(int(seconds), 0), 60))
+
+
+@contextlib.contextmanager
+def byte_progress(name: str, size: int) -> Iterator[Callable[[int], None]]:
+    """Progress towards `size` bytes, on standard error; the function is called with the bytes of each block."""
+    done = 0
+    with Progress(console(stderr=True), name, size) as progress:
+
+        def update(more: int) -> None:
+            nonlocal done
+            done += more
+            progress.update(done, f"{done / 1e9:.1f} of {size / 1e9:.1f} GB")
+
+        yield update
 
 
 class LiveText:

@@ -30,7 +30,7 @@ from pe_lab.errors import CheckpointError, ConfigError, DataError, StoreError, U
 from pe_lab.storage import AnyPath, children, exists, is_file, is_remote, log_exists, read_json, read_records
 from pe_lab.storage.manifest import MANIFEST, Manifest, seal_broken
 from pe_lab.storage.run_files import LEDGER_FILE, LOGS, PHASE_FILE, RUN_FILE, log_damage, whole_records
-from pe_lab.terminal import Progress, argument_parser, console, works_on
+from pe_lab.terminal import argument_parser, byte_progress, works_on
 
 DESCRIPTION = """\
 Reads every file of the checkpoints, prepared data and exports under the paths, and compares its size and digest with
@@ -49,15 +49,13 @@ class VerifyTarget(NamedTuple):
     Attributes:
       kind: checkpoint, prepared data, export, run or phase; the last two are their own files and logs.
       manifest: None for one without digests.
-      damage: what was found while it was opened.
-      read: what was read to find no damage, of a run or a phase.
+      found: the state and why, where they are known from opening it.
     """
 
     path: AnyPath
     kind: str
     manifest: Manifest | None
-    damage: str = ""
-    read: str = ""
+    found: tuple[str, str] | None = None
 
 
 class Finding(NamedTuple):
@@ -77,7 +75,7 @@ def targets(path: AnyPath) -> Iterator[VerifyTarget]:
     elif is_file(path / MANIFEST):
         yield _opened(path, "export", lambda: Manifest.read(path))
     elif is_file(path / "config.json") and any(child.suffix == ".safetensors" for child in children(path)):
-        yield VerifyTarget(path, "export", None)
+        yield VerifyTarget(path, "export", None, (UNKNOWN, "written by another program"))
     else:
         if is_file(path / RUN_FILE) or log_exists(path / LEDGER_FILE):
             yield _run(path)
@@ -96,7 +94,7 @@ def _opened(path: AnyPath, kind: str, read: Callable[[], Manifest]) -> VerifyTar
     except StoreError:
         raise  # it tells nothing of the files
     except UserError as error:
-        return VerifyTarget(path, kind, None, str(error))
+        return VerifyTarget(path, kind, None, (DAMAGED, str(error)))
 
 
 def _checkpoint(path: AnyPath) -> VerifyTarget:
@@ -121,7 +119,7 @@ def _run(path: AnyPath) -> VerifyTarget:
         except DataError as error:
             damage = str(error)
     lines = f"; as JSON lines: {LEDGER_FILE}" if log_exists(path / LEDGER_FILE) else ""
-    return VerifyTarget(path, "run", None, damage, f"{RUN_FILE}{lines}")
+    return VerifyTarget(path, "run", None, (DAMAGED, damage) if damage else (WHOLE, f"{RUN_FILE}{lines}"))
 
 
 def _phase(path: AnyPath) -> VerifyTarget:
@@ -138,9 +136,9 @@ def _phase(path: AnyPath) -> VerifyTarget:
     lines = [f"{name}.jsonl" for name in others]
     read = f"{PHASE_FILE}, metrics.jsonl up to step {step}" if expected else PHASE_FILE
     lines += [] if expected else ["metrics.jsonl"]
-    return VerifyTarget(
-        path, "phase", None, next(filter(None, found), ""), f"{read}; as JSON lines: {', '.join(lines)}"
-    )
+    damage = next(filter(None, found), "")
+    whole = (WHOLE, f"{read}; as JSON lines: {', '.join(lines)}")
+    return VerifyTarget(path, "phase", None, (DAMAGED, damage) if damage else whole)
 
 
 def _sealed_damage(path: AnyPath) -> str:
@@ -174,12 +172,8 @@ def verify(target: VerifyTarget, done: Callable[[int], None] = lambda size: None
 
 
 def _compared(target: VerifyTarget, done: Callable[[int], None]) -> Finding:
-    if target.damage:
-        return Finding(target, DAMAGED, target.damage)
-    if target.read:
-        return Finding(target, WHOLE, target.read)
     if target.manifest is None:
-        return Finding(target, UNKNOWN, "written by another program")
+        return Finding(target, *target.found)
     if damage := target.manifest.damage(target.path, done=done):
         more = f", and {len(damage) - 1} more" if len(damage) > 1 else ""
         return Finding(target, DAMAGED, f"{damage[0]}{more}")
@@ -214,17 +208,8 @@ def main(argv: Sequence[str]) -> int:
             )
         found += under
     size = sum(target.manifest.size for target in found if target.manifest)
-    read = 0
-    findings = []
-    with Progress(console(stderr=True), "verifying", size) as progress:
-
-        def done(more: int) -> None:
-            nonlocal read
-            read += more
-            progress.update(read, f"{read / 1e9:.1f} of {size / 1e9:.1f} GB")
-
-        for target in found:
-            findings.append(verify(target, done))
+    with byte_progress("verifying", size) as done:
+        findings = [verify(target, done) for target in found]
     for finding in findings:
         print(f"{finding.state:11}  {finding.target.kind} {finding.target.path}: {finding.why}")
     counts = {state: sum(v.state == state for v in findings) for state in (WHOLE, DAMAGED, UNKNOWN, UNCOMMITTED)}

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFont
 
-from pe_lab.page.axes import axis_number, colour_limits, every, powers_of_two, tick_names, tokens_text
 from pe_lab.page.figure_files import FONT, grid, render, svg
+from pe_lab.page.plot import axis_number, colour_limits, every, powers_of_two, tick_names, tokens_text
 from pe_lab.results.figures import Effect, Effects, HeatMaps, Line, LineCharts, layer_names
 
 HOSTILE = '<b>$x_1$ & "y"'

@@ -26,7 +26,7 @@ COMMANDS = {"train", "prepare", "surgery", "convert", "generate", "evaluate", "a
 COMMANDS |= {"sweep", "claims"}
 LEVELS: list[set[str]] = [
     {"errors"},
-    {"config_codec", "output"},
+    {"output"},
     {"config", "storage", "terminal"},
     {"positional", "parallel"},
     {"attention"},

@@ -114,17 +114,6 @@ def test_switching_among_ten_encodings_compiles_once(run):
     assert lm.compilations == 2
 
 
-def test_for_any_scheme_slopes_and_heads_that_differ_compile_nothing_either(run):
-    _compiled.cache_clear()
-    lm = pe_lab.load(run).for_any_scheme()
-    split = Layer(Rope(), heads=(HeadEdit((0,), NoPE()), HeadEdit((1,), Uniform())))
-    for description in (*TEN.values(), Alibi(), split, "rope/heads=1:alibi"):
-        lm.with_positional(description).logits(TOKENS)
-    assert lm.compilations == 1
-    own = pe_lab.load(run).with_positional(split).logits(TOKENS)
-    np.testing.assert_allclose(lm.with_positional(split).logits(TOKENS), own, atol=1e-5)
-
-
 def test_what_follows_the_length_follows_it(lm):
     """A dynamic scheme and a Beta are read at the length of the text, not at that of an earlier one."""
     dynamic = lm.with_positional(Rope(scaling=DynamicNTK(8)), logit_scale=Beta(0.4, 8))

@@ -15,7 +15,7 @@ from pe_lab.errors import ConfigError
 from pe_lab.parallel import compiler
 from pe_lab.parallel.topology import GIB, parse_topology, placeholder_mesh
 from pe_lab.planning import tables
-from pe_lab.planning.compiled_memory import OutOfMemory
+from pe_lab.planning.memory import OutOfMemory
 from pe_lab.planning.plan import choose_phases, explain_phase, make_plan, step_advice
 from pe_lab.planning.tables import training_text
 from pe_lab.recipes import load_config

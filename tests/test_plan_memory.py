@@ -9,8 +9,7 @@ import pytest
 from pe_lab.config import Config, ModelConfig, from_dict
 from pe_lab.model import Model
 from pe_lab.parallel.topology import parse_topology
-from pe_lab.planning.compiled_memory import Compiled, OutOfMemory
-from pe_lab.planning.evaluation_memory import SequenceMemory, longest, sequence_memory
+from pe_lab.planning.memory import Compiled, OutOfMemory, SequenceMemory, longest, sequence_memory
 from pe_lab.planning.plan import Plan, make_plan, ruled_out, step_advice
 from pe_lab.planning.tables import _hours, evaluation_text, size
 from pe_lab.positional import build_schedule, layers

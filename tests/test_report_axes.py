@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pe_lab.page.charts import length_words, position_chart, score_chart
 from pe_lab.page.colours import STYLES
 from pe_lab.page.run_charts import (
     frequency_charts,
@@ -18,7 +19,6 @@ from pe_lab.page.run_charts import (
     running_mean,
     source_losses,
 )
-from pe_lab.page.score_charts import length_words, position_chart, score_chart
 from pe_lab.page.variants import assign_styles
 from pe_lab.results.runs import PhaseFiles, RunFiles
 from pe_lab.results.table import Bucket, Cell, Length, Table

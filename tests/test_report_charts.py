@@ -11,11 +11,10 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from pe_lab.page.axes import PlotAxis, decimate, linear_ticks, log_ticks, smooth
 from pe_lab.page.charts import line_chart
 from pe_lab.page.colours import Style
 from pe_lab.page.export import shown
-from pe_lab.page.plot import Series
+from pe_lab.page.plot import PlotAxis, Series, decimate, linear_ticks, log_ticks, smooth
 from pe_lab.page.variants import assign_styles
 
 PLAIN = Style("rope")

@@ -13,8 +13,8 @@ from run_directories import make_run
 from test_report import outline, page_of
 
 from pe_lab.evaluation.suites import AVERAGED
+from pe_lab.page.charts import score_chart
 from pe_lab.page.run_section import work_out
-from pe_lab.page.score_charts import score_chart
 from pe_lab.results.runs import read_run
 from pe_lab.results.scores import averages, build_tables, by_sequence_length, measure
 from pe_lab.results.variants import kind

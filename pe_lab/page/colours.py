@@ -92,10 +92,13 @@ def scale_colours(scale: str, shares: Float[np.ndarray, "..."]) -> UInt8[np.ndar
     index = np.clip(index, 0, steps).astype(int)
     if scale == "sequential":
         return np.frombuffer(VIRIDIS, np.uint8).reshape(256, 3)[index]
-    anchors = np.array([channels(colour) for colour in (BLUE_TO_RED if scale == "diverging" else LIGHT)])
-    places = np.linspace(0, 1, len(anchors))
-    mixed = [np.interp(index / steps, places, anchors[:, channel]) for channel in range(3)]
-    return np.stack(mixed, -1).round().astype(np.uint8)
+    return mixed(BLUE_TO_RED if scale == "diverging" else LIGHT, index / steps)
+
+
+def mixed(anchors: Sequence[str], shares: Float[np.ndarray, "..."]) -> UInt8[np.ndarray, "... 3"]:
+    """Red, green and blue at shares of the way from the first to the last of some colours."""
+    places, by_channel = np.linspace(0, 1, len(anchors)), zip(*map(channels, anchors), strict=True)
+    return np.stack([np.interp(shares, places, values) for values in by_channel], -1).round().astype(np.uint8)
 
 
 def cell_colours(scale: str, values: Float[np.ndarray, "..."], ends: tuple[float, float]) -> UInt8[np.ndarray, "... 4"]:
@@ -113,10 +116,7 @@ def step(score: float) -> int:
 
 def step_colours(index: int, anchors: Sequence[str] = LIGHT) -> tuple[str, str]:
     """Background and ink of a step: a mix of its neighbours in `anchors`, and the ink with more contrast to it."""
-    place = index / STEPS * (len(anchors) - 1)
-    by_channel = zip(*map(channels, anchors), strict=True)
-    mixed = [np.interp(place, range(len(anchors)), values) for values in by_channel]
-    background = "#" + "".join(f"{round(value):02x}" for value in mixed)
+    background = f"#{mixed(anchors, np.asarray(index / STEPS)).tobytes().hex()}"
     return background, max(INKS, key=lambda ink: contrast(ink, background))
 
 

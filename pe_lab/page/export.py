@@ -11,7 +11,6 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
-from html.parser import HTMLParser
 from typing import NamedTuple
 
 import numpy as np
@@ -181,42 +180,16 @@ def standalone(svg: str, every: bool = False) -> str:
     return page_of(box, parts, Markup(body))
 
 
-class _Cells(HTMLParser):
-    """The cells of a table: the texts of each, or the values of its `data-csv`, by row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: list[list[tuple[str, list[str] | None]]] = []
-        self._words: list[str] | None = None
-        self._values: list[str] | None = None
-        self._drawn = 0
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag == "tr":
-            self.rows.append([])
-        elif tag in ("td", "th"):
-            given = dict(attrs).get("data-csv")
-            self._words, self._values = [], None if given is None else given.split("|")
-        elif tag == "svg":
-            self._drawn += 1
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag == "svg":
-            self._drawn -= 1
-        elif tag in ("td", "th") and self._words is not None:
-            self.rows[-1].append((" ".join(" ".join(self._words).split()), self._values))
-            self._words = None
-
-    def handle_data(self, data: str) -> None:
-        if self._words is not None and not self._drawn:
-            self._words.append(data)
-
-
 def table_rows(markup: str) -> list[list[str]]:
-    """The rows of a table, its head first. A column of values with intervals becomes three."""
-    parser = _Cells()
-    parser.feed(markup)
-    head, *body = parser.rows
+    """The rows of a table, its head first. A column of values with intervals, of `data-csv`, becomes three."""
+    found = []
+    for row in re.findall(r"<tr\b.*?</tr>", markup, re.S):
+        cells = re.findall(r"<(?:td|th)\b([^>]*)>(.*?)</(?:td|th)>", row, re.S)
+        values = (re.search(r'data-csv="([^"]*)"', attributes) for attributes, _ in cells)
+        numbers = [known and html.unescape(known[1]).split("|") for known in values]
+        words = [" ".join(html.unescape(re.sub("<svg.*?</svg>|<[^>]*>", " ", inner)).split()) for _, inner in cells]
+        found.append(list(zip(words, numbers, strict=True)))
+    head, *body = found
     sizes = [max([1, *(len(row[n][1] or ()) for row in body if n < len(row))]) for n in range(len(head))]
     parts = ("", " low", " high")
     rows = [[f"{words}{part}" for (words, _), size in zip(head, sizes, strict=True) for part in parts[:size]]]

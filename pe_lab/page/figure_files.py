@@ -14,11 +14,26 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pe_lab.page.axes import axes_of, axis_number, colour_limits, every, exceeds, labels_of, linear_ticks, tick_names
 from pe_lab.page.charts import line_styles, series_of
 from pe_lab.page.colours import cell_colours, picture, scale_colours, step, step_colours
 from pe_lab.page.markup import Markup, element, text
-from pe_lab.page.plot import LETTER, Frame, draw, drawable, legend_shapes, line_shape, text_shape
+from pe_lab.page.plot import (
+    LETTER,
+    Frame,
+    axes_of,
+    axis_number,
+    colour_ends,
+    colour_limits,
+    draw,
+    drawable,
+    every,
+    labels_of,
+    legend_shapes,
+    line_shape,
+    linear_ticks,
+    text_shape,
+    tick_names,
+)
 from pe_lab.page.stylesheet import ATTRIBUTES, FONTS, PALETTE
 from pe_lab.results.figures import Effects, Figure, HeatMaps, LineCharts
 from pe_lab.results.formatting import percent, shortened
@@ -266,10 +281,7 @@ def _column_ticks(names: Sequence[str], wide: float) -> list[Markup]:
 
 def _colour_bar(figure: HeatMaps, y: float) -> list[Markup]:
     """What the values are, and the colours with the values of their ends."""
-    show, (low, far) = percent if figure.scale == "found" else axis_number, colour_limits(figure)
-    ends = [
-        mark * out + show(value) for mark, out, value in zip(("≤ ", "≥ "), exceeds(figure), (low, far), strict=True)
-    ]
+    ends = colour_ends(figure, percent if figure.scale == "found" else axis_number)
     bar = picture(scale_colours(figure.scale, np.linspace(0, 1, 64))[None].repeat(8, 0).repeat(4, 1))
     start = 12 * LETTER * len(figure.value_label) + 14
     first, after = start + 12 * LETTER * len(ends[0]) + 6, "hatched: not measured" * bool(np.isnan(figure.values).any())
@@ -284,10 +296,7 @@ def _colour_bar(figure: HeatMaps, y: float) -> list[Markup]:
 
 
 def _effects(figure: Effects, width: float) -> FigureBlock:
-    """Differences with their intervals on one axis, each in a row beside its sentence and its numbers.
-
-    Marks are the margins: at both ends of what counts as equal, and of how much better or worse counts.
-    """
+    """Differences with their intervals on one axis, each in a row beside its sentence; marks are the margins."""
     shapes, top = _titles(figure.title, 0.0, width)
     start, end, small = 0.42 * width, 0.70 * width, 10.0
     ends = [

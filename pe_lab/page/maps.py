@@ -17,10 +17,10 @@ import numpy as np
 from jaxtyping import Float
 
 from pe_lab.errors import ConfigError, DataError, did_you_mean
-from pe_lab.page.axes import axis_number, colour_limits, every, exceeds, tick_names
 from pe_lab.page.colours import STEPS, Style, cell_colours, picture, scale_colours, step
 from pe_lab.page.figure_files import share_text
 from pe_lab.page.markup import Markup, element, folded, text
+from pe_lab.page.plot import axis_number, colour_ends, colour_limits, every, tick_names
 from pe_lab.page.tables import UNMEASURED, header, label_markup, row, table
 from pe_lab.page.variants import suite_title, task_name, task_suites
 from pe_lab.results.figures import HeatMaps
@@ -278,15 +278,13 @@ def _directions(figure: HeatMaps) -> str:
 
 def _scale(figure: HeatMaps) -> Markup:
     """The bar of colours with the values of its ends, and the look of cells that were not measured."""
-    low, high = colour_limits(figure)
+    first, last = colour_ends(figure, axis_number)
     bar = scale_colours(figure.scale, np.linspace(0, 1, 64))[None]
-    ends, marks = exceeds(figure), ("≤ ", "≥ ")
-    shown = [mark * end + axis_number(value) for mark, end, value in zip(marks, ends, (low, high), strict=True)]
     hatch = element("span", element("i", class_="box none", aria_hidden="true"), " not measured")
     return element(
         "p",
         element("span", figure.value_label),
-        element("span", shown[0], element("img", src=picture(bar), alt="to", class_="colours"), shown[1]),
+        element("span", first, element("img", src=picture(bar), alt="to", class_="colours"), last),
         hatch if np.isnan(figure.values).any() else None,
         class_="scale",
     )

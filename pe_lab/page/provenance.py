@@ -196,9 +196,7 @@ def _mixture_text(run: RunFiles) -> str:
 
 
 def _speed_text(run: RunFiles) -> str:
-    """Time, median tokens per second, MFU in both conventions where the device's peak is known, and what the loop
-    waited for: the device, input, or the host itself.
-    """
+    """Time, median tokens per second, MFU in both conventions, and what the loop waited for."""
 
     def median(key: str) -> float | None:
         values = [v for phase in run.phases for record in phase.speed if (v := number(record, key)) is not None]

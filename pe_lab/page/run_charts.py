@@ -11,11 +11,10 @@ from collections.abc import Iterator, Sequence
 
 from pe_lab.errors import UserError
 from pe_lab.evaluation.suites import SUITES
-from pe_lab.page.axes import PlotAxis, Point, decimate, smooth
 from pe_lab.page.charts import file_parts, legend, line_chart
 from pe_lab.page.colours import INK, STYLES, Style, run_style
 from pe_lab.page.markup import Markup, element
-from pe_lab.page.plot import MOST, Series
+from pe_lab.page.plot import MOST, PlotAxis, Point, Series, decimate, smooth
 from pe_lab.page.tables import plain_table
 from pe_lab.results.comparison import encoding_text
 from pe_lab.results.formatting import Number, count, percent, short_number, times
@@ -64,8 +63,8 @@ def _counted_before(phase: PhaseFiles) -> float:
     logging, however long that is.
     """
     each = number(phase.info, "tokens_per_step") or 0.0
-    logged = ((number(record, "step"), number(record, "tokens")) for record in phase.metrics)
-    known = sorted({(step, tokens) for step, tokens in logged if step is not None and tokens is not None})
+    counts = ((number(record, "step"), number(record, "tokens")) for record in phase.metrics)
+    known = sorted({(step, tokens) for step, tokens in counts if step is not None and tokens is not None})
     if not known:
         return 0.0
     (step, tokens), *later = known
@@ -110,6 +109,12 @@ def over_seeds(
             yield Series(label, points, look, intervals=ends if n > 1 else (), **more)
 
 
+def logged(name: str, run: RunFiles, key: str, style: Style, **more: bool) -> Iterator[Series]:
+    """The series of a number that is logged now and then, in all phases: few points are dots."""
+    points = [point for points in curves(run, key) for point in points]
+    return over_seeds(name, run, points, style, **{"markers": len(points) < 60, **more})
+
+
 def band_words(run: RunFiles) -> str:
     """What the band of a group's curves is; "" of a single run."""
     of = len(run.members)
@@ -121,8 +126,8 @@ def band_words(run: RunFiles) -> str:
 
 def token_axis(run: RunFiles) -> PlotAxis:
     """Training tokens, or steps if the logs have no tokens."""
-    logged = (record for phase in run.phases for record in phase.metrics[:1])
-    known = any(number(record, "tokens") is not None for record in logged)
+    first = (record for phase in run.phases for record in phase.metrics[:1])
+    known = any(number(record, "tokens") is not None for record in first)
     known = known or any(number(phase.info, "tokens_per_step") for phase in run.phases)
     return PlotAxis("training tokens" if known else "training steps", show=count)
 
@@ -144,8 +149,7 @@ def loss_chart(run: RunFiles) -> Markup:
             series.append(Series(phase.name, every, style, faint=True))
         series += over_seeds(phase.name, run, smoothed, style)
     marks = _phase_marks(run) + _event_marks(run) + _change_marks(run)
-    validation = [point for points in curves(run, "validation_loss") for point in points]
-    series += over_seeds("validation", run, validation, INK, line=False)
+    series += logged("validation", run, "validation_loss", INK, line=False, markers=False)
     thin = "" if run.members else "Thin: every logged step. "
     words = f"{thin}Thick: running mean. Dots: loss on held-out text.{band_words(run)}{_jumps(run)}"
     return line_chart("Loss over training", series, token_axis(run), LOSS, marks, words)
@@ -153,8 +157,8 @@ def loss_chart(run: RunFiles) -> Markup:
 
 def _phase_marks(run: RunFiles) -> list[tuple[float, str]]:
     """A mark at the first logged loss of each phase but the first."""
-    logged = zip(run.phases, curves(run, "loss"), strict=True)
-    return [(points[0][0], f"{phase.name} starts") for phase, points in logged if points][1:]
+    losses = zip(run.phases, curves(run, "loss"), strict=True)
+    return [(points[0][0], f"{phase.name} starts") for phase, points in losses if points][1:]
 
 
 def _event_marks(run: RunFiles) -> list[tuple[float, str]]:
@@ -208,13 +212,10 @@ def _jumps(run: RunFiles) -> str:
 
 def source_losses(run: RunFiles) -> Markup:
     """Validation loss by held-out source; "" for fewer than two sources."""
-    keys = source_keys(run)
+    keys = logged_keys(run, SOURCE)
     if len(keys) < 2:
         return Markup("")
-    series: list[Series] = []
-    for i, key in enumerate(keys):
-        points = [point for points in curves(run, key) for point in points]
-        series += over_seeds(key.removeprefix(SOURCE), run, points, run_style(i), markers=len(points) < 60)
+    series = [one for i, key in enumerate(keys) for one in logged(key.removeprefix(SOURCE), run, key, run_style(i))]
     return line_chart(
         "Validation loss by source", series, token_axis(run), LOSS, _phase_marks(run), band_words(run).strip()
     )
@@ -230,9 +231,9 @@ def learned_charts(run: RunFiles) -> Markup:
 
     Of many layers the lines that are shown first are spread evenly over the depth.
     """
-    logged = {name for phase in run.phases for record in phase.metrics for name in record if name.startswith(LEARNED)}
+    keys = logged_keys(run, LEARNED)
     layers: dict[str, list[int]] = {}
-    for name in logged:
+    for name in keys:
         parameter, _, layer = name.removeprefix(LEARNED).partition("/")
         if layer.isdigit():
             layers.setdefault(parameter, []).append(int(layer))
@@ -241,10 +242,8 @@ def learned_charts(run: RunFiles) -> Markup:
         places.sort()
         series: list[Series] = []
         for i, n in enumerate(places):
-            key = f"{LEARNED}{parameter}/{n}"
-            points = [point for points in curves(run, key) for point in points]
-            series += over_seeds(f"layer {n}", run, points, run_style(i), markers=len(points) < 60)
-        several = any(name.endswith(("/low", "/high")) and name.startswith(f"{LEARNED}{parameter}/") for name in logged)
+            series += logged(f"layer {n}", run, f"{LEARNED}{parameter}/{n}", run_style(i))
+        several = any(name.endswith(("/low", "/high")) and name.startswith(f"{LEARNED}{parameter}/") for name in keys)
         y = PlotAxis(f"{'mean' if several else 'value'} in a layer")
         spread = [places[round(i * (len(places) - 1) / (MOST - 1))] for i in range(MOST)]
         first = [f"layer {n}" for n in dict.fromkeys(spread)]
@@ -256,9 +255,7 @@ def learned_charts(run: RunFiles) -> Markup:
 def suite_charts(run: RunFiles) -> Markup:
     """What suites found while the run trained: a chart for each suite and source, a line for a length and variant."""
     lines: dict[tuple[str, str], list[tuple[int, str, str]]] = {}
-    for name in dict.fromkeys(name for phase in run.phases for record in phase.metrics for name in record):
-        if not name.startswith(SUITES_BEGIN):
-            continue
+    for name in logged_keys(run, SUITES_BEGIN):
         suite, length, source, variant, *_ = name.removeprefix(SUITES_BEGIN).split("/") + [""] * 3
         if suite in SUITES and length.isdigit():
             lines.setdefault((suite, source), []).append((int(length), variant, name))
@@ -266,9 +263,7 @@ def suite_charts(run: RunFiles) -> Markup:
     for (suite, source), named in lines.items():
         metric, series = SUITES[suite].metrics[0], list[Series]()
         for i, (length, variant, key) in enumerate(sorted(named)):
-            points = [point for points in curves(run, key) for point in points]
-            label = f"{length:,} {variant}".strip()
-            series += over_seeds(label, run, points, run_style(i), markers=len(points) < 60)
+            series += logged(f"{length:,} {variant}".strip(), run, key, run_style(i))
         show = percent if metric.unit == "%" else short_number
         y = PlotAxis(metric.title, metric.interval == "log", show)
         title, words = f"{SUITES[suite].title} while it trained: {source}", band_words(run).strip()
@@ -276,10 +271,10 @@ def suite_charts(run: RunFiles) -> Markup:
     return element("div", charts, class_="grid", style="margin-top:22px") if charts else Markup("")
 
 
-def source_keys(run: RunFiles) -> list[str]:
-    """The keys of the held-out losses by source."""
-    logged = dict.fromkeys(key for phase in run.phases for record in phase.metrics for key in record)
-    return [key for key in logged if key.startswith(SOURCE)]
+def logged_keys(run: RunFiles, prefix: str) -> list[str]:
+    """The keys of metrics that begin so, in the order in which they were first logged."""
+    keys = dict.fromkeys(key for phase in run.phases for record in phase.metrics for key in record)
+    return [key for key in keys if key.startswith(prefix)]
 
 
 def loss_comparison(runs: Sequence[RunFiles], key: str = "loss", title: str = "Training loss (running mean)") -> Markup:

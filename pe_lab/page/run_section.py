@@ -10,13 +10,12 @@ from typing import Any
 
 from pe_lab.evaluation.suites import AVERAGED
 from pe_lab.page import provenance, run_charts
-from pe_lab.page.axes import PlotAxis, axis_number
-from pe_lab.page.charts import line_charts
+from pe_lab.page.charts import history_chart, line_charts, position_chart, score_chart
 from pe_lab.page.colours import Style
 from pe_lab.page.maps import analysis_maps, needle_figures, needle_legend
 from pe_lab.page.markup import Markup, element, folded, note, text
+from pe_lab.page.plot import PlotAxis, axis_number
 from pe_lab.page.provenance import pairs
-from pe_lab.page.score_charts import history_chart, position_chart, score_chart
 from pe_lab.page.tables import (
     beta_table,
     duel_board,

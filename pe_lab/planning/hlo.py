@@ -331,8 +331,8 @@ class _Live(NamedTuple):
     shape: str
 
 
-def largest_buffers(assignment: str, live_ranges: str, module: Module, count: int = 12) -> list[Buffer]:
-    """The largest temporaries that are alive at the peak, the largest first.
+def largest_buffers(assignment: str, live_ranges: str, module: Module) -> list[Buffer]:
+    """The largest twelve temporaries that are alive at the peak, the largest first.
 
     Args:
       assignment: the text of *buffer-assignment.txt.
@@ -352,7 +352,7 @@ def largest_buffers(assignment: str, live_ranges: str, module: Module, count: in
             alive.append(_Live(*ranges[key], int(size), int(offset), key, shape))
     at_peak = _at_peak(alive)
     distinct = {one.offset: one for one in sorted(at_peak, key=lambda one: one.bytes)}
-    ordered = sorted(distinct.values(), key=lambda one: -one.bytes)[:count]
+    ordered = sorted(distinct.values(), key=lambda one: -one.bytes)[:12]
     return [Buffer(one.bytes, one.shape.partition("{")[0], _source(module, one.name)) for one in ordered]
 
 
@@ -386,11 +386,8 @@ def _source(module: Module, value: str) -> str:
 
 def _carried(module: Module, one: Instruction, place: int) -> str:
     """Where the array at `place` of a loop's state is computed: in its body, or before it."""
-    if one.opcode == "while":
-        body = re.search(r"body=%?([\w.\-]+)", one.text)[1]
-    else:
-        body = next((name for name, names in module.by_name.items() if names.get(one.name) is one), "")
-    names = module.by_name.get(body, {})
+    body = one.attribute("body").lstrip("%") or module.home[id(one)]
+    names = module.by_name[body]
     root = next((each for each in names.values() if each.is_root), None)
     if root is None or root.opcode != "tuple" or place >= len(root.operands):
         return ""

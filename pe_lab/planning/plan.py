@@ -17,8 +17,8 @@ from pe_lab.model.distillation import DistilledInputs, learns
 from pe_lab.parallel import make_mesh
 from pe_lab.parallel.compiler import compiler_name, topology_devices
 from pe_lab.parallel.topology import CHIPS, Topology, placeholder_mesh
-from pe_lab.planning.compiled_memory import Compiled, analyze, analyze_program
 from pe_lab.planning.hlo import largest_buffers, parse
+from pe_lab.planning.memory import Compiled, analyze, analyze_program
 from pe_lab.planning.report import StepReport, report_step
 from pe_lab.positional import Layer, Rope, build_schedule, label
 from pe_lab.training.plan import Estimate, PhasePlan, RunPlan, plan_run, prepared_directories, read_given, step_shapes
@@ -238,24 +238,29 @@ def step_advice(plan: Plan, phase: PhaseNumbers, needed: int | None) -> str:
     """
     memory = plan.topology.chip.memory
     factor = max(1.0, (needed or 0) / phase.memory.total)
+
+    def first_fitting(name: str, values: list[Any], others: dict[str, Any]) -> Any:
+        """The first value with which the step fits, beside the others; None without one."""
+        for value in values:
+            changed = _estimate(plan, phase, others | {name: value})
+            if changed is not None and changed * factor <= memory:
+                return value
+        return None
+
     found = []
     for name, values in _settings(plan, phase):
-        for value in values:
-            changed = _estimate(plan, phase, {name: value})
-            if changed is not None and changed * factor <= memory:
-                where = f" (phase '{phase.plan.name}')" if name.startswith("phases.") else ""
-                found.append(f"--config.{name}={value}{where}")
-                break
+        if (value := first_fitting(name, values, {})) is not None:
+            where = f" (phase '{phase.plan.name}')" if name.startswith("phases.") else ""
+            found.append(f"--config.{name}={value}{where}")
     if found:
         return "Try " + ", or ".join(found) + "."
     together: dict[str, Any] = {}
     for name, values in _settings(plan, phase):
-        for value in values:
-            changed = _estimate(plan, phase, together | {name: value})
-            if changed is not None and changed * factor <= memory:
-                together[name] = value
-                return "Try " + " ".join(f"--config.{key}={value}" for key, value in together.items()) + "."
-        together |= {name: values[-1]} if values else {}
+        value = first_fitting(name, values, together)
+        if values:
+            together[name] = values[-1] if value is None else value
+        if value is not None:
+            return "Try " + " ".join(f"--config.{key}={value}" for key, value in together.items()) + "."
     return "Use more chips."
 
 

@@ -17,8 +17,7 @@ from pe_lab.model.cache import cache_bytes_per_token
 from pe_lab.parallel import AxisRules, make_mesh, use_mesh
 from pe_lab.parallel.compiler import NoCompiler, compiler_name, topology_devices
 from pe_lab.parallel.topology import CHIPS, GIB
-from pe_lab.planning.compiled_memory import Compiled, OutOfMemory
-from pe_lab.planning.evaluation_memory import compile_evaluation, longest, sequence_memory, weight_bytes
+from pe_lab.planning.memory import Compiled, OutOfMemory, compile_evaluation, longest, sequence_memory, weight_bytes
 from pe_lab.planning.plan import PhaseNumbers, Plan, compile_phase, explain_phase, plan_json, ruled_out, step_advice
 from pe_lab.planning.report import StepReport, compare, read_report, report_json, report_text
 from pe_lab.positional import build_schedule
@@ -178,18 +177,9 @@ def print_training(
                 compiled[name] = {"fits": False, "needed": None}
                 continue
             program = f"the step that trains '{name}'"
-            if not (args.explain or args.against):
-                compiled[name] = _compile(plan, program, partial(compile_phase, plan, phase), advice)
-                continue
-            reports: list[StepReport] = []
-
-            def explained(phase: PhaseNumbers = phase, reports: list[StepReport] = reports) -> Compiled:
-                compiled, report = explain_phase(plan, phase)
-                reports.append(report)
-                return compiled
-
-            compiled[name] = _compile(plan, program, explained, advice)
-            for report in reports:
+            compile = explain_phase if args.explain or args.against else compile_phase
+            compiled[name], report = _compile(plan, program, partial(compile, plan, phase), advice)
+            if report is not None:
                 print(report_text(report, plan.topology.chip))
                 compiled[name]["step"] = report_json(report)
                 if args.against:
@@ -231,30 +221,34 @@ def print_evaluation(
         over = f"{chips // shards} chips and weights over {shards}" if shards > 1 else str(chips)
         program = f"a pass over {length:,} tokens, sharded over {over} (attention by {', '.join(attention)})"
         compile = partial(compile_evaluation, phase.model, schedule, length, mesh)
-        result = _compile(plan, program, compile, lambda _: "Use more chips, or evaluate in chunks.")
+        result, _ = _compile(plan, program, compile, lambda _: "Use more chips, or evaluate in chunks.")
         compiled[phase.plan.name] = result | {"attention": attention}
     fits = False if any(result["fits"] is False for result in compiled.values()) else None
     return {"topology": plan.topology.text, "length": length, "compiled": compiled}, fits
 
 
 def _compile(
-    plan: Plan, program: str, compile: Callable[[], Compiled], advice: Callable[[int | None], str]
-) -> dict[str, Any]:
-    """Compiles a program, prints its memory and whether it fits, and returns both as JSON.
+    plan: Plan,
+    program: str,
+    compile: Callable[[], Compiled | tuple[Compiled, StepReport]],
+    advice: Callable[[int | None], str],
+) -> tuple[dict[str, Any], StepReport | None]:
+    """Compiles a program, prints its memory and whether it fits, and returns both as JSON; and its report, if any.
 
     `advice` says what to change if it does not fit, from the bytes that it needs.
     """
     chip, capacity = plan.topology.chip, plan.topology.chip.memory
     try:
         with waiting(console(stderr=True), f"compiling {program}, for {plan.topology.count} x {chip.name}"):
-            compiled = compile()
+            made = compile()
     except OutOfMemory as error:
         if error.used:
             message = f"{program} needs {size(error.used)} of {size(error.capacity or capacity)} a chip"
         else:
             message = f"the compiler refused {program}: {error}"
         print(f"DOES NOT FIT: {message}. {advice(error.used)}")
-        return {"fits": False, "needed": error.used, "message": str(error)}
+        return {"fits": False, "needed": error.used, "message": str(error)}, None
+    compiled, report = made if isinstance(made, tuple) else (made, None)
     print(compiled_text(plan, program, compiled, compiler_name(plan.topology)))
     fits = compiled.needed <= capacity if capacity else None
     if fits is None:
@@ -262,4 +256,4 @@ def _compile(
     else:
         verdict, end = ("FITS", "") if fits else ("DOES NOT FIT", f" {advice(compiled.needed)}")
         print(f"{verdict}: {program} needs {size(compiled.needed)} of {size(capacity)} a chip.{end}")
-    return {**dataclasses.asdict(compiled), "needed": compiled.needed, "fits": fits}
+    return {**dataclasses.asdict(compiled), "needed": compiled.needed, "fits": fits}, report

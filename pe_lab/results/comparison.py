@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pe_lab.identity import flat
+from pe_lab.config import flat
 from pe_lab.results.groups import SEEDS, seeds_of
 from pe_lab.results.records import as_dict, mappings
 from pe_lab.results.runs import RunFiles

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from pe_lab.config import Config, from_dict
+from pe_lab.config import Config, flat, from_dict
 from pe_lab.errors import UserError
-from pe_lab.identity import flat, identity
+from pe_lab.identity import identity
 from pe_lab.results.records import Record, as_dict, as_list, number
 from pe_lab.results.runs import PhaseFiles, RunFiles
 from pe_lab.results.scores import label_of, measure, source_of

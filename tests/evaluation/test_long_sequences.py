@@ -14,7 +14,7 @@ from pe_lab.evaluation.scoring.forward import Forward, Meshes
 from pe_lab.model import Model
 from pe_lab.model.cache import cache_bytes
 from pe_lab.parallel import one_program
-from pe_lab.planning.evaluation_memory import longest, sequence_memory
+from pe_lab.planning.memory import longest, sequence_memory
 from pe_lab.positional import Layer, NoPE, Rope, build_schedule, layers
 
 ROPE = layers(Rope(), tiny.MODEL.layers)

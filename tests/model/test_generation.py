@@ -190,7 +190,7 @@ def marked(names, slow):
 
 @pytest.mark.parametrize("name", marked(SCHEMES, {"dynamic in one layer", "dynamic in one head", "longrope"}))
 def test_every_step_is_that_of_a_full_pass(name, seen):
-    """All through one program, as `LanguageModel.for_any_scheme` would have them."""
+    """All through one program."""
     schedules = schedules_of(TINY, SCHEMES[name], heads="split", slopes=True)
     assert_equals_full_passes(seen, TINY, schedules, prompts_of(TINY, 24), 16)
 

@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from pe_lab.parallel.compiler import topology_devices
 from pe_lab.parallel.topology import parse_topology
-from pe_lab.planning.compiled_memory import analyze_program
 from pe_lab.planning.hlo import Shape, parse, scope
+from pe_lab.planning.memory import analyze_program
 from pe_lab.planning.program import collectives, device_groups, memory_bytes, product_flops, wire_bytes
 
 MESH = {"data": 2, "fsdp": 4}

@@ -10,8 +10,7 @@ from pe_lab import plan as command
 from pe_lab.config import Config, from_dict
 from pe_lab.parallel import compiler
 from pe_lab.parallel.topology import GIB, parse_topology
-from pe_lab.planning.compiled_memory import OutOfMemory
-from pe_lab.planning.evaluation_memory import sequence_memory
+from pe_lab.planning.memory import OutOfMemory, sequence_memory
 from pe_lab.planning.plan import compile_phase, explain_phase, make_plan
 from pe_lab.recipes import load_config
 
