@@ -105,13 +105,13 @@ def test_windows_cover_the_stream_and_targets_are_the_next_tokens(tmp_path):
     tokens = stream.read(0, stream.tokens).astype(np.int32)
     windows = TokenWindows(stream, 17)
     assert len(windows) == (len(tokens) - 1) // 17
-    rows, weights = windows.read(np.arange(len(windows)))
-    batch = make_batch(WindowArrays(rows, weights), segments=False, eos_id=256)
+    arrays = windows.read(np.arange(len(windows)))
+    batch = make_batch(arrays, segments=False, eos_id=256)
     used = len(windows) * 17
     np.testing.assert_array_equal(batch["tokens"].ravel(), tokens[:used])
     np.testing.assert_array_equal(batch["targets"].ravel(), tokens[1 : used + 1])
     assert len(tokens) - 1 - used < 17
-    np.testing.assert_array_equal(rows[3], tokens[51:69])
+    np.testing.assert_array_equal(arrays.tokens[3], tokens[51:69])
     assert {k: v.dtype.name for k, v in batch.items()} == {
         "tokens": "int32",
         "targets": "int32",

@@ -31,7 +31,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jaxtyping import Float32, Int, Int32
+from jaxtyping import Int
 
 from pe_lab.data.windows import WindowArrays, Windows
 from pe_lab.errors import CheckpointError, ConfigError, DataError, did_you_mean
@@ -215,10 +215,7 @@ class GrainWindows(Windows):
     def __len__(self) -> int:
         return self.elements
 
-    def read(self, indices: Int[np.ndarray, " n"]) -> tuple[Int32[np.ndarray, "n W"], Float32[np.ndarray, "n T"]]:
-        return self.read_documents(indices)[:2]
-
-    def read_documents(self, indices: Int[np.ndarray, " n"]) -> WindowArrays:
+    def read(self, indices: Int[np.ndarray, " n"], segments: bool = False) -> WindowArrays:
         numbers = np.asarray(indices).tolist()
         elements = [self._source.element(self._dataset, number) for number in numbers]
         return self._source.arrays(elements, self.length, numbers)

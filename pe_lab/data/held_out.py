@@ -71,7 +71,7 @@ def _held_out_windows(
     if len(windows):
         step = 1 if windows.endless else max(1, len(windows) // wanted)
         chosen = np.arange(min(wanted, len(windows))) * step
-        return windows.read_documents(chosen) if segments else WindowArrays(*windows.read(chosen))
+        return windows.read(chosen, segments)
     # Less than one window: padded.
     stream = source.prepared.streams["validation"]
     tokens = stream.read(0, length + 1).astype(np.int32)

@@ -264,7 +264,7 @@ class Pipeline:
                 inside = starts if packed else np.asarray([starts[0], starts[0] + lengths[0] - 2])
                 record["first_token"] = starts.tolist() if packed else int(starts[0])
                 record["documents"] = np.searchsorted(ends, inside, side="right").tolist()
-            yield record | self._text_of(windows.tokens(window).tolist())
+            yield record | self._text_of(windows.read(np.asarray([window])).tokens[0].tolist())
 
     def _record(self, batch: int, sequence: int, source: str, window: int) -> dict[str, Any]:
         return {"batch": batch, "sequence": sequence, "source": source, "window": window}

@@ -19,7 +19,7 @@ import functools
 import json
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,7 +40,7 @@ SPLITS = ("train", "validation")
 BLOCK_TOKENS = 4096  # of a checksum: 8 or 16 kB
 DTYPES = {"U8": np.uint8, "U16": np.uint16, "U32": np.uint32, "I64": np.int64}
 MOST_HEADER_BYTES = 10_000
-FEW, LONG = 8, 256  # windows that are copied one by one, as NumPy takes more to find them than to copy them
+LONG = 128  # tokens of a piece that is copied by itself, as NumPy takes more to find many than to copy them
 
 
 @dataclass(frozen=True)
@@ -233,29 +233,26 @@ class TokenStream:
 
     def gather(self, starts: Int[np.ndarray, " n"], length: int) -> UInt[np.ndarray, "n length"]:
         """The `length` tokens from each start; all must lie inside the stream."""
-        starts = np.asarray(starts, np.int64)
-        found = np.empty((len(starts), length), self._dtype)
-        for number, mine, inside in self._by_shard(starts, length):
-            if number is None:  # they begin in one shard and end in another one
-                for i in mine.tolist():
-                    found[i] = self.read(int(starts[i]), int(starts[i]) + length)
-            elif len(mine) < FEW or length >= LONG:
-                tokens = self._mapped(number).tokens
-                for i, start in zip(mine.tolist(), inside.tolist(), strict=True):
-                    found[i] = tokens[start : start + length]
-            else:
-                found[mine] = np.lib.stride_tricks.sliding_window_view(self._mapped(number).tokens, length)[inside]
-        return found
+        return self.gather_pieces(starts, np.full(len(starts), length)).reshape(len(starts), length)
+
+    def read(self, start: int, stop: int) -> UInt[np.ndarray, " n"]:
+        """The tokens start..stop - 1, in the stored dtype."""
+        stop = min(stop, self.tokens)
+        some = np.arange(start < stop)  # none or one
+        return self.gather_pieces(start + some, stop - start + some)
 
     def gather_pieces(
         self, starts: Int[np.ndarray, " n"], lengths: Int[np.ndarray, " n"]
     ) -> UInt[np.ndarray, " tokens"]:
-        """The tokens of pieces of documents, one after another. A document is in one shard."""
-        starts, lengths = np.asarray(starts, np.int64), np.asarray(lengths, np.int64)
+        """The tokens of pieces of the stream, one piece after another."""
+        shard, starts, lengths = self._in_shards(np.asarray(starts, np.int64), np.asarray(lengths, np.int64))
         stops = np.cumsum(lengths)
         found = np.empty(int(lengths.sum()), self._dtype)
-        for number, mine, inside in self._by_shard(starts, lengths):
-            tokens, each = self._mapped(number).tokens, lengths[mine]
+        for number in np.unique(shard).tolist():
+            mine = np.flatnonzero(shard == number)
+            inside, each = starts[mine] - self._first[number], lengths[mine]
+            self._verify(number, inside, inside + each)
+            tokens = self._mapped(number).tokens
             if each.sum() < LONG * len(mine):
                 first, within = np.cumsum(each) - each, np.arange(int(each.sum()))
                 found[np.repeat((stops[mine] - each) - first, each) + within] = tokens[
@@ -266,37 +263,19 @@ class TokenStream:
                 found[stop - length : stop] = tokens[start : start + length]
         return found
 
-    def _by_shard(
-        self, starts: Int64[np.ndarray, " n"], lengths: Int64[np.ndarray, " n"] | int
-    ) -> Iterator[tuple[int | None, Int64[np.ndarray, " m"], Int64[np.ndarray, " m"]]]:
-        """(shard, which ranges are in it, their starts there), verified; (None, ...) of ranges in several shards."""
-        if not len(starts):
-            return
-        lengths = np.broadcast_to(lengths, starts.shape)
-        shard = np.searchsorted(self._first, starts, side="right") - 1
-        shard[starts + lengths > self._first[shard + 1]] = len(self._shards)
-        order = np.argsort(shard, kind="stable")
-        numbers, first = np.unique(shard[order], return_index=True)
-        for number, mine in zip(numbers.tolist(), np.split(order, first[1:]), strict=True):
-            if number == len(self._shards):
-                yield None, mine, starts[mine]
-                continue
-            inside = starts[mine] - self._first[number]
-            self._verify(number, inside, inside + lengths[mine])
-            yield number, mine, inside
-
-    def read(self, start: int, stop: int) -> UInt[np.ndarray, " n"]:
-        """The tokens start..stop - 1, in the stored dtype."""
-        stop = min(stop, self.tokens)
-        if stop <= start:
-            return np.zeros(0, self._dtype)
-        parts = []
-        for number in range(*self._shards_of(start, stop)):
-            first = int(self._first[number])
-            inside = max(start - first, 0), min(stop - first, self._shards[number].tokens)
-            self._verify(number, *(np.asarray([place]) for place in inside))
-            parts.append(self._mapped(number).tokens[slice(*inside)])
-        return np.concatenate(parts)
+    def _in_shards(
+        self, starts: Int64[np.ndarray, " n"], lengths: Int64[np.ndarray, " n"]
+    ) -> tuple[Int64[np.ndarray, " m"], Int64[np.ndarray, " m"], Int64[np.ndarray, " m"]]:
+        """Pieces that are cut where a shard ends: the shard of each, its start in the stream and its length."""
+        stops = starts + lengths
+        first = np.searchsorted(self._first, starts, side="right") - 1
+        shards = np.searchsorted(self._first, stops) - first  # that have a part of each piece
+        if (shards == 1).all():
+            return first, starts, lengths
+        which = np.repeat(np.arange(len(starts)), shards)
+        shard = np.arange(len(which)) + (first - (np.cumsum(shards) - shards))[which]
+        starts, stops = np.maximum(starts[which], self._first[shard]), np.minimum(stops[which], self._first[shard + 1])
+        return shard, starts, stops - starts
 
     @functools.cached_property
     def ends(self) -> Int64[np.ndarray, " documents"]:
@@ -318,11 +297,6 @@ class TokenStream:
                 inside = places[mine] - self._first[number]
                 found[mine] = bits[inside >> 3] >> (inside & 7).astype(np.uint8) & 1
         return found
-
-    def _shards_of(self, start: int, stop: int) -> tuple[int, int]:
-        """The first shard that has tokens of start..stop - 1, and the one after the last."""
-        first, last = np.searchsorted(self._first, [start, stop - 1], side="right")
-        return int(first) - 1, int(last)
 
     def _verify(self, number: int, starts: Int64[np.ndarray, " n"], stops: Int64[np.ndarray, " n"]) -> None:
         """Compares the blocks of a shard that have the tokens of some ranges with their checksums."""
@@ -350,7 +324,8 @@ class TokenStream:
         shard = self._shards[number]
         try:
             path = self._directory / shard.file
-            content = np.memmap(self._fetch(shard) if is_remote(path) else path, np.uint8, mode="r")
+            mapped = np.memmap(self._fetch(shard) if is_remote(path) else path, np.uint8, mode="r")
+            content = np.asarray(mapped)  # whose slices are made faster
             if index_crc32c(content) != shard.index_crc32c:
                 raise ValueError("it is not the file that was written")
             tensors = {
