@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,10 +19,10 @@ from jaxtyping import Float64, Int64
 from pe_lab.config import INT32, DataConfig
 from pe_lab.data.grain_data import GrainIteration
 from pe_lab.data.mixture import Mixture, local_size, mixture_stages, open_mixture
-from pe_lab.data.order import Order, Position, Supply
+from pe_lab.data.order import Order, Position
 from pe_lab.data.tokenizers import Tokenizer
 from pe_lab.data.windows import Batch, PackedWindows, Windows, gather_batch, make_batch
-from pe_lab.errors import CheckpointError, ConfigError, DataError, redacted
+from pe_lab.errors import CheckpointError, ConfigError, DataError, did_you_mean, redacted
 
 ADDRESSES = 4096  # sequences whose windows are computed at once, about
 EPOCHS = 4  # of the smallest source that are computed at once: each is shuffled by itself, in milliseconds
@@ -34,7 +35,6 @@ class StepCounts(NamedTuple):
     tokens: Int64[np.ndarray, " sources"]  # without padding
     expected: Float64[np.ndarray, " sources"]  # the tokens that the weights give each source
     reached: Int64[np.ndarray, " sources"]  # the sequences of each source up to its end
-    begun: Int64[np.ndarray, " sources"]  # the epochs of each source that have begun then
 
 
 class StepBatches:
@@ -43,7 +43,6 @@ class StepBatches:
     Args:
       windows: of each source.
       order: of the sequences.
-      supply: of the sources.
       left_out: the batches that are passed over, ascending.
       process: (index, number) of the parts of a batch.
       segments: whether documents are masked from each other.
@@ -54,13 +53,12 @@ class StepBatches:
         self,
         windows: Sequence[Windows | GrainIteration],
         order: Order,
-        supply: Supply,
         left_out: Sequence[int],
         process: tuple[int, int],
         segments: bool,
         eos_id: int,
     ):
-        self._windows, self._order, self._supply, self._left_out = tuple(windows), order, supply, tuple(left_out)
+        self._windows, self._order, self._left_out = tuple(windows), order, tuple(left_out)
         self._segments, self._eos_id = segments, eos_id
         local = local_size(order.batch_size, process[1])
         self.mine = slice(process[0] * local, (process[0] + 1) * local)
@@ -89,8 +87,7 @@ class StepBatches:
         source, window = self._sequences(index)
         tokens = [w.input_tokens(window[source == i]) for i, w in enumerate(self._windows)]
         expected = self._order.shares(index) * self._order.batch_size * self._mean_tokens
-        reached = self._order.counts(self._order.sequence(index + 1))
-        return StepCounts(np.asarray(tokens, np.int64), expected, reached, self._supply.epochs(reached))
+        return StepCounts(np.asarray(tokens), expected, self._order.counts(self._order.sequence(index + 1)))
 
     def _sequences(self, index: int) -> tuple[Int64[np.ndarray, " B"], Int64[np.ndarray, " B"]]:
         """The source and the window of each sequence of the global batch of an index."""
@@ -127,8 +124,6 @@ class Pipeline:
         self.tokenizer: Tokenizer = mixture.tokenizer
         self._sources, self._windows, self._order = mixture.sources, tuple(windows), order
         self._about, self._process, self._threads = about, process, max(1, workers)
-        names, configs = zip(*((source.name, source.config) for source in mixture.sources), strict=True)
-        self._supply = Supply(names, configs, order.windows)
         self._iteration = windows[0] if isinstance(windows[0], GrainIteration) else None
         if self._iteration is not None:
             self._iteration.configure(order.batch_size, self._threads + AHEAD)
@@ -165,13 +160,16 @@ class Pipeline:
     def __next__(self) -> Batch:
         try:
             batch, counts = self._take()
-            self._supply.check_now(counts.reached, self._batches + 1)
+            for i, count in enumerate(counts.reached):
+                if count > self._limit(i):
+                    raise self._dry(i, f"step {self._batches + 1}")
         except BaseException:
             self._close_iterator()  # which has gone on: the next call is for the same step
             raise
-        for i in np.flatnonzero(counts.begun > np.maximum(1, self._begun)):
-            self._repeats.append((self._sources[i].name, int(counts.begun[i])))
-        self._begun = np.maximum(counts.begun, self._begun)
+        begun = self._epochs(counts.reached)
+        for i in np.flatnonzero(begun > np.maximum(1, self._begun)):
+            self._repeats.append((self._sources[i].name, int(begun[i])))
+        self._begun = np.maximum(begun, self._begun)
         self._batches += 1
         self._read = self._read + counts.tokens
         self._expected = self._expected + counts.expected
@@ -181,19 +179,15 @@ class Pipeline:
         """The batch of the next step, with its counts."""
         if self._iteration is None:
             return next(self._opened())
-        index = self.batch_index(self._batches)
+        index, mine = self.batch_index(self._batches), self._steps.mine
         first = self._order.sequence(index)
-        return self._own_part(self._iteration.take(first), first), self._steps.counts(index)
-
-    def _own_part(self, elements: Sequence[Any], first: int) -> Batch:
-        """This process's part of a batch of elements of an `IterDataset`."""
-        mine = self._steps.mine
-        arrays = self._iteration.arrays(elements[mine], first + mine.start)
-        return make_batch(arrays, segments=self._about["segments"], eos_id=self.tokenizer.eos_id)
+        arrays = self._iteration.arrays(self._iteration.take(first)[mine], first + mine.start)
+        batch = make_batch(arrays, segments=self._about["segments"], eos_id=self.tokenizer.eos_id)
+        return batch, self._steps.counts(index)
 
     def _step_batches(self) -> StepBatches:
         segments, eos_id = self._about["segments"], self.tokenizer.eos_id
-        return StepBatches(self._windows, self._order, self._supply, self._left_out, self._process, segments, eos_id)
+        return StepBatches(self._windows, self._order, self._left_out, self._process, segments, eos_id)
 
     def _opened(self) -> grain.DatasetIterator:
         """Grain's iterator over the steps, from the next one on."""
@@ -206,13 +200,65 @@ class Pipeline:
     # -----------------------------------------------------------------------------------------------------------------
     # Epochs
 
+    def _epochs(self, read: Int64[np.ndarray, " sources"]) -> Int64[np.ndarray, " sources"]:
+        """The epochs that have begun of each source, of which so many windows are read; of endless ones 0."""
+        sizes = np.asarray(self._order.windows)
+        return np.where(sizes > 0, -(-read // np.maximum(sizes, 1)), 0)
+
+    def _limit(self, source: int) -> float:
+        """The windows of a source that a phase may read."""
+        config, windows = self._sources[source].config, self._order.windows[source]
+        if not windows or not config.epochs or config.when_dry == "repeat":
+            return math.inf
+        return math.floor(config.epochs * windows)
+
+    def _dry(self, source: int, when: str) -> DataError:
+        return DataError(
+            f"data source {self._sources[source].name!r} runs dry at {when}: "
+            f"epochs={self._sources[source].config.epochs:g} of its {self._order.windows[source]:,} windows are "
+            f"{self._limit(source):,}. Train for fewer steps, lower its weight, raise its epochs, or set its "
+            "when_dry='repeat'."
+        )
+
     def check_supply(self, steps: int) -> None:
         """`DataError` if a source that may not repeat runs dry before `steps` batches were given."""
-        self._supply.check(self._order, self._batches, self.batch_index(self._batches), steps)
+        done, index, found = self._batches, self.batch_index(self._batches), []
+        for i in range(len(self._sources)):
+            if self._limit(i) < math.inf and steps > done:
+                batch = self._order.first_batch(i, int(self._limit(i)), index + steps - done - 1)
+                found += [] if batch is None else [(batch, i)]
+        if found:
+            batch, source = min(found)
+            raise self._dry(source, f"step {done + 1 + batch - index} of {steps}")
 
     def steps_of(self, epochs: float | Mapping[str, Any]) -> int:
-        """The steps of a phase of so many epochs, as `Supply.steps_of`."""
-        return self._supply.steps_of(self._order, epochs)
+        """The most steps that read no source more than `epochs` times.
+
+        `epochs` is a number, of every source that is not endless, or {name: number}.
+
+        Raises:
+          ConfigError: there is no such source, it is endless or never read so often, or has less than a batch.
+        """
+        sizes = {source.name: size for source, size in zip(self._sources, self._order.windows, strict=True)}
+        finite = [name for name, size in sizes.items() if size]
+        wanted = epochs if isinstance(epochs, Mapping) else dict.fromkeys(finite, epochs)
+        steps = []
+        for name, number in wanted.items():
+            if name not in finite:
+                why = "is endless" if name in sizes else "does not exist"
+                raise ConfigError(f"epochs names the data source {name!r}, which {why}. {did_you_mean(name, finite)}")
+            if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number <= 10**6:
+                raise ConfigError(f"epochs of data source {name!r} is {number!r}; it must be above 0, at most 10^6.")
+            batch = self._order.first_batch(list(sizes).index(name), math.floor(number * sizes[name]), INT32)
+            steps += [] if batch is None else [batch]
+        if not steps:
+            sources = ", ".join(wanted) or "all sources are endless"
+            raise ConfigError(f"epochs={epochs!r} is never reached ({sources}). Set steps, or a higher weight.")
+        if min(steps) < 1:
+            raise ConfigError(
+                f"epochs={epochs!r} of the data is less than a batch of {self._order.batch_size} windows."
+            )
+        return min(steps)
 
     def new_repeats(self) -> list[tuple[str, int]]:
         """(source, epoch from 1) of each epoch but the first that has begun since the last call."""
@@ -330,8 +376,7 @@ class Pipeline:
         self._steps = self._step_batches()
         self._read = np.asarray([source["read_tokens"] for source in sources], np.int64)
         self._expected = np.asarray([source["expected_tokens"] for source in sources], np.float64)
-        sizes = self._order.windows
-        self._begun = np.asarray([-(-n // size) if size else 0 for n, size in zip(counts, sizes, strict=True)])
+        self._begun = self._epochs(np.asarray(counts))
         self._repeats = []
 
     def _leave_out_again(self, index: int, batch_size: int) -> None:

@@ -22,14 +22,15 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import google_crc32c
 import numpy as np
 from jaxtyping import Bool, Int, Int32, Int64, Integer, UInt, UInt32
 
+from pe_lab.config import from_dict
 from pe_lab.data.tokenizers import Tokenizer, load_saved_tokenizer
-from pe_lab.errors import DataError, excerpt
+from pe_lab.errors import ConfigError, DataError, excerpt
 from pe_lab.storage import AnyPath, is_remote, listing, local_copy, read_json, write_file, write_json
 from pe_lab.storage.manifest import SEAL, Digest, Manifest, crc32c, digest_file, seal_broken, sealed
 
@@ -38,6 +39,8 @@ METADATA_FILE = "metadata.json"
 TOKENIZER_DIRECTORY = "tokenizer"
 SPLITS = ("train", "validation")
 BLOCK_TOKENS = 4096  # of a checksum: 8 or 16 kB
+INT64 = 2**63 - 1
+COUNT = {"bounds": (0, INT64)}  # of what is no negative number
 DTYPES = {"U8": np.uint8, "U16": np.uint16, "U32": np.uint32, "I64": np.int64}
 MOST_HEADER_BYTES = 10_000
 LONG = 128  # tokens of a piece that is copied by itself, as NumPy takes more to find many than to copy them
@@ -48,9 +51,9 @@ class Shard:
     """One file of tokens."""
 
     file: str
-    tokens: int
-    bytes: int
-    documents: int  # documents that end in it
+    tokens: int = field(metadata={"bounds": (1, INT64)})
+    bytes: int = field(metadata=COUNT)
+    documents: int = field(metadata=COUNT)  # that end in it
     crc32c: str  # of the file
     index_crc32c: str  # of the file without `tokens`
 
@@ -61,17 +64,17 @@ class Metadata:
 
     source: str
     column: str
-    identity: Any  # `DataSource.identity` at that time
+    identity: Mapping[str, Any]  # `DataSource.identity` at that time
     tokenizer: str  # its specification
     tokenizer_fingerprint: str
-    vocab_size: int
-    eos_id: int
-    dtype: str  # "uint16" | "uint32"
-    validation_fraction: float
+    vocab_size: int = field(metadata=COUNT)
+    eos_id: int = field(metadata=COUNT)
+    dtype: Literal["uint16", "uint32"]
+    validation_fraction: float = field(metadata={"bounds": (0, 1)})
     limit_documents: int | None
     documents: Mapping[str, int]  # per split
     tokens: Mapping[str, int]  # per split, with EOS
-    characters: int
+    characters: int = field(metadata=COUNT)
     content: str  # a hash of every document that was kept, in order, and of the filters
     shards: Mapping[str, tuple[Shard, ...]]  # per split
     python: str
@@ -96,47 +99,27 @@ def read_metadata(directory: AnyPath) -> Metadata:
     if seal_broken(content):
         raise DataError(f"{path} is damaged: it does not have the content that was written. {advice}")
     try:
-        shards = {split: tuple(Shard(**s) for s in content["shards"][split]) for split in SPLITS}
-        metadata = Metadata(**{key: item for key, item in content.items() if key != SEAL} | {"shards": shards})
-        defect = _defect(metadata)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{path} is damaged: {str(error).splitlines()[0]}. {advice}") from error
-    if defect:
-        raise DataError(f"{path} is damaged: {defect}. {advice}")
+        del content[SEAL]
+        shards = {split: tuple(from_dict(Shard, s, "a shard") for s in content["shards"][split]) for split in SPLITS}
+        metadata = from_dict(Metadata, content | {"shards": shards}, "it")
+        _check_counts(metadata)
+    except (ConfigError, KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"{path} is damaged: {excerpt(str(error).splitlines()[0], 300).rstrip('.')}. {advice}"
+        ) from error
     return metadata
 
 
-def _defect(metadata: Metadata) -> str:
-    """The key of a description that has another type, or contradicts another key; "" if there is none."""
-
-    def wrong(value: Any, kind: type) -> bool:
-        return not isinstance(value, kind) or isinstance(value, bool) or (kind is int and not 0 <= value < 2**62)
-
-    shards = [shard for split in SPLITS for shard in metadata.shards[split]]
-    strings = ("source", "column", "template", "chat", "tokenizer", "tokenizer_fingerprint", "content", "python")
-    typed = {str: strings, dict: ("filters", "dropped"), int: ("vocab_size", "eos_id", "characters")}
-    for kind, names in typed.items():
-        for name in names:
-            if wrong(getattr(metadata, name), kind):
-                return name
-    for counts in (metadata.documents, metadata.tokens):
-        if any(wrong(counts[split], int) for split in SPLITS):
-            return "documents or tokens"
-    for shard in shards:
-        numbers, texts = (shard.tokens, shard.bytes, shard.documents), (shard.file, shard.crc32c, shard.index_crc32c)
-        if any(wrong(n, int) for n in numbers) or any(wrong(text, str) for text in texts):
-            return f"the shard {excerpt(repr(shard.file), 60)}"
-        if not re.fullmatch(r"[\w.-]{1,100}", shard.file) or not 0 < shard.tokens <= shard.bytes:
-            return f"the shard {excerpt(repr(shard.file), 60)}"
+def _check_counts(metadata: Metadata) -> None:
+    """`ValueError` for a description that contradicts itself."""
     for split in SPLITS:
-        if metadata.tokens[split] != sum(shard.tokens for shard in metadata.shards[split]):
-            return f"the tokens of {split} are not those of its shards"
-    fraction = metadata.validation_fraction
-    if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
-        return "validation_fraction"
-    if metadata.dtype not in ("uint16", "uint32"):
-        return "dtype"
-    return "" if metadata.limit_documents is None or not wrong(metadata.limit_documents, int) else "limit_documents"
+        shards = metadata.shards[split]
+        for shard in shards:
+            if not re.fullmatch(r"[\w.-]{1,100}", shard.file) or not shard.tokens <= shard.bytes:
+                raise ValueError(f"the shard {excerpt(repr(shard.file), 60)}")
+        counts = (metadata.documents[split], metadata.tokens[split])
+        if counts != (sum(shard.documents for shard in shards), sum(shard.tokens for shard in shards)):
+            raise ValueError(f"the documents or tokens of {split} are not those of its shards")
 
 
 def manifest_of_prepared(metadata: Metadata) -> Manifest:
