@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pe_lab import storage
 from pe_lab.config import SourceConfig
 from pe_lab.data.chat import chat_fingerprint
-from pe_lab.data.executors import EXECUTORS, in_processes
+from pe_lab.data.executors import in_processes, on_ray
 from pe_lab.data.filters import REASONS, Filters, text_of
 from pe_lab.data.preparation import DROPPED, begun, finish_interrupted, prepare
 from pe_lab.data.shards import METADATA_FILE, Metadata, open_prepared
@@ -87,9 +87,7 @@ def parser() -> argparse.ArgumentParser:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # macOS lacks it
     run.add_argument("--workers", type=positive, default=cores, help="processes (default: a core each)")
     run.add_argument("--array", metavar="I/N", help="do share I of N, I from 0; slurm: that of this SLURM array task")
-    run.add_argument(
-        "--engine", choices=sorted(EXECUTORS), help="ray: a Ray cluster, that at RAY_ADDRESS or a local one"
-    )
+    run.add_argument("--engine", choices=["ray"], help="ray: a Ray cluster, that at RAY_ADDRESS or a local one")
     f = p.add_argument_group("filters (dropped documents are counted, and sampled in dropped/*.jsonl)")
     for unit in ("characters", "tokens"):
         for bound in ("min", "max"):
@@ -139,7 +137,7 @@ def main(argv: Sequence[str]) -> int:
         tokenizer = load_tokenizer(started[1])
     else:
         tokenizer = train_sentencepiece((text_of(d) for d in source.documents()), size, source.name)
-    executor = EXECUTORS[args.engine] if args.engine else in_processes(args.workers)
+    executor = on_ray if args.engine else in_processes(args.workers)
     metadata = prepare(
         config,
         tokenizer,

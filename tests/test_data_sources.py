@@ -270,7 +270,7 @@ def test_a_large_text_file_is_several_documents(tmp_path, monkeypatch, ending, l
     (tmp_path / f"a.{ending}").write_bytes(packed.get(ending, bytes)(content))
     config = SourceConfig(f"text:{tmp_path}/a.*")
     assert [d.text for d in open_source(config).documents()] == [text]
-    monkeypatch.setattr(files, "TEXT_BYTES", 100)
+    monkeypatch.setattr(files.TextFiles, "part_bytes", 100)
     monkeypatch.setattr(files, "LINE_BYTES", 60 if lines else 20)
     found = list(open_source(config).documents())
     assert "".join(d.text for d in found) == text

@@ -16,7 +16,7 @@ import struct
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pe_lab.config import SourceConfig, to_json
@@ -109,23 +109,23 @@ def prepare(
                 if is_file(directory / METADATA_FILE):  # another process was faster
                     return read_metadata(directory)
                 address = _begin(building, plan, tokenizer, directory)
-                mine = range(len(plan.shards))[task[0] :: task[1]]
-                left = set(mine) - finished_shards(building, "shard")
+                mine = dict.fromkeys(range(len(plan.shards))[task[0] :: task[1]], "keep")
+                left = mine.keys() - finished_shards(building, "shard")
             opened = open_plan(address)
             # A task that has done its share writes nothing: the others may end at any moment.
             if alone or left:
                 if filters.duplicates:
-                    _run(opened, address, "fingerprints", mine, executor)
+                    _run(opened, "fingerprints", mine, executor)
                     if left_shards(opened, "fingerprints"):
                         return None
                     with whole():
                         decide_duplicates(opened)
-                _run(opened, address, "shard", mine, executor)
+                _run(opened, "shard", mine, executor)
             if left_shards(opened, "shard"):
                 return finished()
             with whole():
                 if not is_file(directory / METADATA_FILE):
-                    gather(opened, directory, lambda shards: _run(opened, address, "shard", shards, executor, shards))
+                    gather(opened, directory, executor)
         except (UserError, OSError):
             if not alone and (metadata := finished()):  # what this task was about to read is no more
                 return metadata
@@ -264,16 +264,9 @@ def _short(value: Any) -> str:
     return shown if len(shown) <= 120 else f"{shown[:117]}..."
 
 
-def _run(
-    opened: OpenPlan,
-    address: PlanAddress,
-    step: str,
-    shards: Collection[int],
-    executor: Executor,
-    endings: Mapping[int, str] | None = None,
-) -> None:
-    """Runs a step for those of the shards for which it is not done yet, and shows the progress."""
-    done = finished_shards(opened.directory, step) & set(shards)
+def _run(opened: OpenPlan, step: str, shards: Mapping[int, str], executor: Executor) -> None:
+    """Runs a step for those of the shards, each with its ending, for which it is not done; shows the progress."""
+    done = finished_shards(opened.directory, step) & shards.keys()
     before = 0  # documents
     for shard in sorted(done) if step == "shard" else ():
         statistics = statistics_of(opened, shard)
@@ -282,7 +275,7 @@ def _run(
             done.discard(shard)
         else:
             before += statistics["read"]
-    left = {shard: (endings or {}).get(shard, "keep") for shard in shards if shard not in done}
+    left = {shard: ending for shard, ending in shards.items() if shard not in done}
     if not left:
         return
     total = opened.count() if step == "shard" and len(shards) == len(opened.plan.shards) else None
@@ -303,7 +296,7 @@ def _run(
             documents, tokens = documents + more_documents, tokens + more_tokens
             show()
 
-        for number in executor(address, step, left, report):
+        for number in executor(opened.address, step, left, report):
             finished += number
             show()
 
@@ -371,13 +364,13 @@ def endings(splits: Sequence[Mapping[str, Any]]) -> dict[int, str]:
     return chosen | dict.fromkeys(at, "cut again") | {at[0]: "cut"}
 
 
-def gather(opened: OpenPlan, directory: AnyPath, again: Callable[[dict[int, str]], None]) -> None:
+def gather(opened: OpenPlan, directory: AnyPath, executor: Executor) -> None:
     """Describes the shards, all of which are written, and puts the directory into its place.
 
     Args:
       opened: the plan, opened.
       directory: where the directory of `opened` is to be.
-      again: prepares some shards again, with another ending each.
+      executor: prepares some shards again, with another ending each.
 
     Raises:
       DataError: no document is left, or a shard is damaged.
@@ -389,7 +382,7 @@ def gather(opened: OpenPlan, directory: AnyPath, again: Callable[[dict[int, str]
     if wanted:  # one split is empty: another pass over the shards of one document
         for shard in wanted:
             remove(opened.file("shard", shard))
-        again(wanted)
+        _run(opened, "shard", wanted, executor)
         statistics, samples = _read_statistics(opened)
     for shard, one in enumerate(statistics):
         if damage := damage_of(opened, one):

@@ -18,7 +18,6 @@ from pe_lab.errors import ConfigError, DataError, UserError, redacted, resource
 from pe_lab.storage import InputFile, json_object, open_file
 
 COMPRESSED = (".gz", ".zst")
-TEXT_BYTES = 2**24  # of a document from a file of text
 LINE_BYTES = 2**20  # in which a line ends, or the document ends within it
 MOST_LINE_BYTES = 2**27  # of a record of JSON lines
 BATCH_ROWS = 2048  # that are read at once, at most
@@ -45,23 +44,21 @@ class Part(NamedTuple):
 class Files(DataSource):
     """The files of a source. A shard is a list of parts of files."""
 
+    part_bytes = SHARD_BYTES  # at most
+
     def __init__(self, name: str, files: Sequence[InputFile], records: Records):
         self.name, self._files, self._records = name, files, records
 
     def splits(self, name: str) -> bool:
         """Whether a part of a file can be read by itself."""
-        return False
-
-    def part_bytes(self) -> int:
-        """The bytes of a part, at most."""
-        return SHARD_BYTES
+        return not name.endswith(COMPRESSED)
 
     def shards(self) -> list[InputShard]:
         parts = [
             Part(file.name, file.size, start, stop)
             for file in self._files
             for start, stop in (
-                split_evenly(file.size, self.part_bytes()) if self.splits(file.name) else [(0, file.size)]
+                split_evenly(file.size, self.part_bytes) if self.splits(file.name) else [(0, file.size)]
             )
         ]
         shards = []
@@ -78,9 +75,6 @@ class Files(DataSource):
     def read_part(self, part: Part) -> Iterator[Document]:
         """The documents that begin in a part of a file."""
         raise NotImplementedError
-
-    def count(self) -> int | None:
-        return None
 
     def identity(self) -> Any:
         named = [(resource(file.name), file.size, file.version) for file in self._files]
@@ -144,15 +138,11 @@ def _opened(part: Part) -> Iterator[Any]:
 class TextFiles(Files):
     """UTF-8 files, also compressed (.gz, .zst), one document each, without the byte order mark at their beginning.
 
-    A file of more than `TEXT_BYTES` is several documents of nearly equal size, which end at line ends; where no line
+    A file of more than `part_bytes` is several documents of nearly equal size, which end at line ends; where no line
     ends within `LINE_BYTES`, at a character. So a file is never in memory as a whole.
     """
 
-    def splits(self, name: str) -> bool:
-        return not name.endswith(COMPRESSED)
-
-    def part_bytes(self) -> int:
-        return TEXT_BYTES
+    part_bytes = 2**24  # of a document
 
     def read_part(self, part: Part) -> Iterator[Document]:
         with _opened(part) as file:
@@ -174,12 +164,12 @@ class TextFiles(Files):
 
     def _streamed(self, file: Any, name: str) -> Iterator[Document]:
         """The documents of a file whose size is not known before it is read."""
-        begins, rest = 0, b""
-        while content := file.read(TEXT_BYTES + LINE_BYTES - len(rest)):
+        begins, rest, most = 0, b"", self.part_bytes
+        while content := file.read(most + LINE_BYTES - len(rest)):
             rest += content
-            if len(rest) < TEXT_BYTES + LINE_BYTES:
+            if len(rest) < most + LINE_BYTES:
                 continue
-            cut = rest.find(b"\n", TEXT_BYTES - 1) + 1 or TEXT_BYTES + _character(rest[TEXT_BYTES : TEXT_BYTES + 4])
+            cut = rest.find(b"\n", most - 1) + 1 or most + _character(rest[most : most + 4])
             yield Document(self._text(rest[:cut], name, begins))
             begins, rest = begins + cut, rest[cut:]
         if text := self._text(rest, name, begins):
@@ -196,7 +186,7 @@ class TextFiles(Files):
     def count(self) -> int | None:
         if any(file.size < 0 or not self.splits(file.name) for file in self._files):
             return None
-        return sum(len(split_evenly(file.size, TEXT_BYTES)) for file in self._files)
+        return sum(len(split_evenly(file.size, self.part_bytes)) for file in self._files)
 
 
 def _character(content: bytes) -> int:
@@ -206,9 +196,6 @@ def _character(content: bytes) -> int:
 
 class JsonLines(Files):
     """Files of JSON lines, also compressed (.gz, .zst), one document per line."""
-
-    def splits(self, name: str) -> bool:
-        return not name.endswith(COMPRESSED)
 
     def read_part(self, part: Part) -> Iterator[Document]:
         to_the_end = part.size < 0 or not self.splits(part.name)

@@ -210,31 +210,12 @@ def rfc_paragraphs(text: str) -> Iterator[str]:
 class _Paragraphs(html.parser.HTMLParser):
     """Collects the text of an HTML page by paragraphs."""
 
-    ENDS = frozenset(
-        [
-            "p",
-            "li",
-            "dd",
-            "dt",
-            "h1",
-            "h2",
-            "h3",
-            "h4",
-            "h5",
-            "h6",
-            "div",
-            "td",
-            "th",
-            "br",
-            "blockquote",
-            "table",
-            "ul",
-            "ol",
-            "dl",
-            "section",
-            "body",
-        ]
-    )
+    # fmt: off
+    ENDS = frozenset([
+        "p", "li", "dd", "dt", "h1", "h2", "h3", "h4", "h5", "h6", "div", "td", "th", "br", "blockquote", "table", "ul",
+        "ol", "dl", "section", "body",
+    ])
+    # fmt: on
     LEFT_OUT = frozenset(["script", "style", "pre", "nav", "header", "footer", "head", "title"])
 
     def __init__(self) -> None:

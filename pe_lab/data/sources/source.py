@@ -45,6 +45,7 @@ class DataSource(Protocol):
 
     def count(self) -> int | None:
         """The number of documents; None if it is not known without reading them."""
+        return None
 
     def identity(self) -> Any:
         """JSON that changes with the corpus (file names and sizes, versions), as a key of the cache."""

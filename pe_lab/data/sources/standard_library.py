@@ -14,15 +14,7 @@ from pe_lab.data.sources.source import DataSource, Document, InputShard, grouped
 from pe_lab.errors import DataError
 
 SHARD_BYTES = 2 * 2**20  # of modules in a shard: the whole corpus has 10 MB, and each core gets a part of it
-SKIPPED_DIRECTORIES = {
-    "test",
-    "tests",
-    "idle_test",
-    "site-packages",
-    "dist-packages",
-    "__pycache__",
-    "lib-dynload",
-}
+SKIPPED_DIRECTORIES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib-dynload"}
 
 
 class StandardLibrary(DataSource):
@@ -74,9 +66,6 @@ class StandardLibrary(DataSource):
             return
         for name in sorted(topics):
             yield Document(topics[name])
-
-    def count(self) -> int | None:
-        return None
 
     def identity(self) -> Any:
         return {

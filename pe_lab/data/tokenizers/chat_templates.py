@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import datetime
 import functools
-import importlib.util
 import json
 import os
 import secrets
@@ -100,11 +99,6 @@ def _renderer() -> _Renderer:
         _renderers.append(_Renderer())
         atexit.register(_renderers[0].close)
     return _renderers[0]
-
-
-def has_jinja() -> bool:
-    """Whether templates can be rendered."""
-    return importlib.util.find_spec("jinja2") is not None
 
 
 def _day(value: Any) -> Any:
