@@ -280,6 +280,7 @@ def test_a_large_text_file_is_several_documents(tmp_path, monkeypatch, ending, l
         assert all(d.text.endswith("\n") for d in found[:-1])
     assert open_source(config).count() in (None, len(found))
     monkeypatch.setattr(files, "SHARD_BYTES", 150)
+    monkeypatch.setattr(files.Files, "part_bytes", 150)
     assert joined(in_shards(config)) == found
     (tmp_path / f"a.{ending}").write_bytes(packed.get(ending, bytes)(content[:555] + b"\xff" + content[555:]))
     with pytest.raises(UserError, match=rf"a.{ending} is not UTF-8 \(byte 55\d\)"):
@@ -317,6 +318,7 @@ def test_shards_of_lines_end_where_lines_end(tmp_path, monkeypatch):
     assert [d.text.split()[0] for d in found] == [str(i) for i in range(60)]
     for size in (len(lines[0]) + 1, 97, 1000):  # a boundary at a line end, and boundaries anywhere
         monkeypatch.setattr(files, "SHARD_BYTES", size)
+        monkeypatch.setattr(files.Files, "part_bytes", size)
         parts = in_shards(config)
         assert joined(parts) == found
         assert len(parts) > (tmp_path / "a.jsonl").stat().st_size // size
@@ -341,6 +343,7 @@ def test_parquet_and_arrow_are_split_at_their_row_groups(tmp_path, monkeypatch):
         with new(tmp_path / f"{name}.arrow", table.schema) as writer:
             writer.write_table(table, max_chunksize=30)
     monkeypatch.setattr(files, "SHARD_BYTES", 3000)
+    monkeypatch.setattr(files.Files, "part_bytes", 3000)
     for source in ("parquet:{}/a.parquet", "arrow:{}/file.arrow", "arrow:{}/stream.arrow"):
         parts = in_shards(SourceConfig(source.format(tmp_path)))
         assert [d.text for d in joined(parts)] == texts

@@ -5,6 +5,7 @@ Everything is a function of (seed, weights, number of sequences before), and is 
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
 import sys
@@ -243,13 +244,9 @@ class Order:
 
     def first_batch(self, source: int, count: int, last: int) -> int | None:
         """The first batch up to `last` that has more than the first `count` sequences of a source; None: no batch."""
-        low, high = self._stages[0].batch, last + 1
-        if self.counts(self.sequence(high))[source] <= count:
-            return None
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self.counts(self.sequence(middle))[source] > count else (middle, high)
-        return low
+        batches = range(self._stages[0].batch, last + 1)
+        found = bisect.bisect_right(batches, count, key=lambda batch: self.counts(self.sequence(batch + 1))[source])
+        return batches[found] if found < len(batches) else None
 
     def addresses(self, start: int, stop: int) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
         """The source and the window of each of the sequences start..stop - 1."""

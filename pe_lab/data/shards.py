@@ -266,17 +266,13 @@ class TokenStream:
         parts = [self._mapped(i).ends + self._first[i] for i in range(len(self._shards))]
         return np.concatenate([np.zeros(0, np.int64), *parts])
 
-    def loss(self, starts: Int[np.ndarray, " n"], length: int) -> Bool[np.ndarray, "n length"]:
-        """Whether each of the `length` tokens from each start counts as a target."""
-        return self.loss_of((np.asarray(starts, np.int64)[:, None] + np.arange(length)).ravel()).reshape(-1, length)
-
-    def loss_of(self, places: Int64[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
-        """Whether each of some tokens counts as a target."""
-        found = np.ones(len(places), bool)
+    def loss(self, places: Int64[np.ndarray, "*shape"]) -> Bool[np.ndarray, "*shape"]:
+        """Whether each of the tokens at some places counts as a target."""
+        found = np.ones(places.shape, bool)
         shard = np.searchsorted(self._first, places, side="right") - 1
         for number in np.unique(shard).tolist():
             if (bits := self._mapped(number).loss) is not None:
-                mine = np.flatnonzero(shard == number)
+                mine = shard == number
                 inside = places[mine] - self._first[number]
                 found[mine] = bits[inside >> 3] >> (inside & 7).astype(np.uint8) & 1
         return found

@@ -64,7 +64,7 @@ class TokenWindows(Windows):
         starts = np.asarray(indices, np.int64) * self.length
         weights = np.ones((len(starts), self.length), np.float32)
         if self._stream.has_loss:
-            weights[:] = self._stream.loss(starts + 1, self.length)
+            weights[:] = self._stream.loss(starts[:, None] + np.arange(1, self.length + 1))
         documents = documents_of_chats(self._stream, starts, self.length + 1) if segments else None
         return WindowArrays(self._stream.gather(starts, self.length + 1), weights, documents)
 
@@ -100,7 +100,7 @@ class PackedWindows(Windows):
         documents[~filled] = np.repeat(in_window + 1, shape[1] - used)
         counted = np.ones(int(used.sum()), bool)
         if self._stream.has_loss:
-            counted = self._stream.loss_of(np.repeat(starts - before, lengths) + np.arange(len(counted)))
+            counted = self._stream.loss(np.repeat(starts - before, lengths) + np.arange(len(counted)))
         counted[before] = False  # the first token of a piece is no target
         targets[filled] = counted
         return WindowArrays(tokens, targets[:, 1:], documents)
