@@ -196,23 +196,15 @@ def _check_done(args: argparse.Namespace, filters: Filters, source: DataSource, 
     opened = open_prepared(out)
     metadata = opened.metadata
     advice = "Choose another directory, or delete it."
-    arguments = {
-        "source": (redacted(args.source), metadata.source),
-        "column": (args.column, metadata.column),
-        "template": (args.template, metadata.template),
-        "chat": (args.chat, metadata.chat),
-        "validation-fraction": (args.validation_fraction, metadata.validation_fraction),
-        "limit-documents": (args.limit_documents, metadata.limit_documents),
-        "tokenizer": (args.tokenizer, metadata.tokenizer),
-    }
-    for name, (wanted, found) in arguments.items():
-        if wanted != found:
-            raise ConfigError(f"--out={out} is already prepared with --{name}={found}, not {wanted}. {advice}")
-    for name, default in ((f.name, f.default) for f in dataclasses.fields(Filters)):
-        wanted, found = (settings.get(name, default) for settings in (filters.settings(), metadata.filters))
-        if wanted != found:
-            flag = name.replace("_", "-")
-            raise ConfigError(f"--out={out} is already prepared with --{flag}={found}, not {wanted}. {advice}")
+    names = ("column", "template", "chat", "validation_fraction", "limit_documents", "tokenizer")
+    unset = {f.name: f.default for f in dataclasses.fields(Filters)}
+    wanted = {"source": redacted(args.source)} | {name: getattr(args, name) for name in names}
+    found = {"source": metadata.source} | {name: getattr(metadata, name) for name in names}
+    wanted, found = wanted | unset | filters.settings(), found | unset | metadata.filters
+    for name, value in wanted.items():
+        if value != found[name]:
+            flag = f"--{name.replace('_', '-')}={found[name]}"
+            raise ConfigError(f"--out={out} is already prepared with {flag}, not {value}. {advice}")
     if json.loads(json.dumps(source.identity())) != metadata.identity:
         raise ConfigError(f"--out={out} was prepared from other files of {args.source}. {advice}")
     if training_size(args.tokenizer) is None:

@@ -46,21 +46,13 @@ KEPT = 4  # states of the iterator, before the batches given last
 
 @dataclass(frozen=True)
 class GrainSource:
-    """A function that makes Grain datasets, and what their elements must be.
+    """A function that makes Grain datasets, and what their elements must be."""
 
-    Attributes:
-      name: of the source.
-      address: FILE.py:FUNCTION.
-      vocab_size: ids are below it.
-      segments: whether documents are masked from each other, `data.segments`.
-      has_end: whether a token ends every document, so that segments follow from the ids where there are none.
-    """
-
-    name: str
-    address: str
-    vocab_size: int
-    segments: bool
-    has_end: bool
+    name: str  # of the source
+    address: str  # FILE.py:FUNCTION
+    vocab_size: int  # ids are below it
+    segments: bool  # whether documents are masked from each other, `data.segments`
+    has_end: bool  # whether a token ends every document, so that segments follow from the ids where there are none
 
     @property
     def where(self) -> str:

@@ -148,21 +148,13 @@ def mixing_order(
 
 @dataclass(frozen=True)
 class Position:
-    """A place in the global order, from which batches with the same weights go on.
+    """A place in the global order, from which batches with the same weights go on."""
 
-    Attributes:
-      batch: the index of the batch that begins there.
-      sequence: the number of sequences before it.
-      counts: how many of them are of each source.
-      weights: of the sources there; () before anything was read.
-      place: the sequences before it since these weights began.
-    """
-
-    batch: int
-    sequence: int
-    counts: tuple[int, ...]
-    weights: tuple[float, ...] = ()
-    place: int = 0
+    batch: int  # the index of the batch that begins there
+    sequence: int  # the number of sequences before it
+    counts: tuple[int, ...]  # how many of them are of each source
+    weights: tuple[float, ...] = ()  # of the sources there; () before anything was read
+    place: int = 0  # the sequences before it since these weights began
 
     @property
     def base(self) -> Int64[np.ndarray, " sources"]:

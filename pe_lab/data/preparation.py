@@ -33,7 +33,7 @@ from pe_lab.data.shards import (
     read_metadata,
     write_metadata,
 )
-from pe_lab.data.sources import open_source
+from pe_lab.data.sources import DataSource, InputShard, open_source
 from pe_lab.data.tokenizers import Tokenizer, save_tokenizer
 from pe_lab.errors import ConfigError, DataError, UserError, redacted
 from pe_lab.storage import (
@@ -92,7 +92,25 @@ def prepare(
     if not 0 <= validation_fraction <= 1:
         raise ConfigError(f"validation_fraction={validation_fraction} must lie in [0, 1].")
     filters.check()
-    plan = make_plan(config, tokenizer, specification, validation_fraction, limit_documents, filters)
+    source = open_source(config)
+    shards = source.shards()
+    documents: list[int | None] = [None] * len(shards)
+    if limit_documents is not None:
+        shards, documents = _first_documents(source, limit_documents)
+    plan = PreparationPlan(
+        config,
+        json.loads(json.dumps(source.identity())),
+        tuple(shards),
+        tuple(documents),
+        specification,
+        tokenizer.fingerprint,
+        tokenizer.vocab_size,
+        tokenizer.eos_id,
+        validation_fraction,
+        limit_documents,
+        filters,
+        filters.libraries() | ({"chat_template": chat_fingerprint(tokenizer)} if config.chat else {}),
+    )
     directory = directory if is_remote(directory) else directory.absolute()
     building, alone = building_directory(directory), task[1] == 1
     whole = contextlib.nullcontext if alone else lambda: _writing(directory)  # what one task does for all
@@ -168,36 +186,15 @@ def _is_whole(directory: AnyPath) -> bool:
     return is_file(building / METADATA_FILE) and (building != directory or bool(listing(building / WORK)))
 
 
-def make_plan(
-    config: SourceConfig,
-    tokenizer: Tokenizer,
-    specification: str,
-    validation_fraction: float,
-    limit_documents: int | None,
-    filters: Filters,
-) -> PreparationPlan:
-    """The plan of a preparation. With a limit, the first documents of the source are counted."""
-    source = open_source(config)
+def _first_documents(source: DataSource, limit: int) -> tuple[list[InputShard], list[int | None]]:
+    """The shards that have the first documents of a source, and how many of them each has."""
     shards, documents = source.shards(), []
-    for shard in shards if limit_documents is not None else ():
-        left = limit_documents - sum(documents)
+    for shard in shards:
+        left = limit - sum(documents)
         documents.append(sum(1 for _ in itertools.islice(source.read(shard), left)))
         if left == documents[-1]:
             break
-    return PreparationPlan(
-        config,
-        json.loads(json.dumps(source.identity())),
-        tuple(shards[: len(documents)] if limit_documents is not None else shards),
-        tuple(documents) if limit_documents is not None else (None,) * len(shards),
-        specification,
-        tokenizer.fingerprint,
-        tokenizer.vocab_size,
-        tokenizer.eos_id,
-        validation_fraction,
-        limit_documents,
-        filters,
-        filters.libraries() | ({"chat_template": chat_fingerprint(tokenizer)} if config.chat else {}),
-    )
+    return shards[: len(documents)], documents
 
 
 @contextlib.contextmanager

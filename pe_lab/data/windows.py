@@ -129,28 +129,14 @@ def gather_batch(
     parts = []
     for i in np.unique(source).tolist():
         mine = np.flatnonzero(source == i)
-        parts.append((mine, windows[i].read(window[mine], segments)))
-    arrays = parts[0][1] if len(parts) == 1 else _joined(parts, windows[0].length + 1, eos_id)
-    return make_batch(arrays, segments=segments, eos_id=eos_id)
-
-
-def _joined(parts: Sequence[tuple[Int64[np.ndarray, " _"], WindowArrays]], size: int, eos_id: int) -> WindowArrays:
-    """The windows of several sources, each at its places."""
-    shape = (sum(len(mine) for mine, _ in parts), size)
-    tokens, weights = np.empty(shape, np.int32), np.empty((shape[0], size - 1), np.float32)
-    has_documents = any(arrays.documents is not None for _, arrays in parts)
-    has_positions = any(arrays.positions is not None for _, arrays in parts)
-    documents = np.empty(shape, np.int32) if has_documents else None
-    positions = np.empty(shape, np.int32) if has_positions else None
-    for mine, arrays in parts:
-        tokens[mine], weights[mine] = arrays.tokens, arrays.weights
-        if documents is None:
-            continue
-        found = documents_of(arrays.tokens, eos_id) if arrays.documents is None else arrays.documents
-        documents[mine] = found
-        if positions is not None:
-            positions[mine] = positions_of(found) if arrays.positions is None else arrays.positions
-    return WindowArrays(tokens, weights, documents, positions)
+        parts.append((mine, make_batch(windows[i].read(window[mine], segments), segments=segments, eos_id=eos_id)))
+    if len(parts) == 1:
+        return parts[0][1]
+    batch = {name: np.empty((len(source), array.shape[1]), array.dtype) for name, array in parts[0][1].items()}
+    for mine, part in parts:
+        for name in batch:
+            batch[name][mine] = part[name]
+    return batch
 
 
 def make_batch(arrays: WindowArrays, *, segments: bool, eos_id: int) -> Batch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import sysconfig
@@ -57,15 +58,10 @@ class StandardLibrary(DataSource):
             if text.strip():
                 yield Document(text)
         if shard.read["topics"]:
-            yield from self._topics()
+            with contextlib.suppress(ImportError):
+                from pydoc_data.topics import topics
 
-    def _topics(self) -> Iterator[Document]:
-        try:
-            from pydoc_data.topics import topics
-        except ImportError:
-            return
-        for name in sorted(topics):
-            yield Document(topics[name])
+                yield from (Document(topics[name]) for name in sorted(topics))
 
     def identity(self) -> Any:
         return {
