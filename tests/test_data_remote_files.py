@@ -55,7 +55,7 @@ def check(base, monkeypatch):
     monkeypatch.setattr(files.Files, "part_bytes", 2000)
     for name in SOURCES:
         source = open_source(SourceConfig(name.format(base)))
-        shards = [InputShard(s.index, s.name, json.loads(json.dumps(s.read))) for s in source.shards()]
+        shards = [InputShard(s.name, json.loads(json.dumps(s.read))) for s in source.shards()]
         assert [d.text for shard in shards for d in source.read(shard)] == TEXTS, name
         splits = ("jsonl:{}/{", "parquet")
         assert (len(shards) > 2) == name.startswith(splits), name

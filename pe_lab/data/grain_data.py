@@ -18,6 +18,7 @@ part, so that any number of processes may go on from its state.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import inspect
@@ -86,7 +87,7 @@ class GrainSource:
                 "grain.MapDataset or a grain.IterDataset."
             )
         windows = GrainWindows(self, dataset, length)
-        if not windows.elements:
+        if not len(windows):
             raise DataError(
                 f"{self.where}: {self.address}({split!r}, ...) has no elements. Return None where there are none."
             )
@@ -201,11 +202,10 @@ class GrainWindows(Windows):
 
     def __init__(self, source: GrainSource, dataset: grain.MapDataset, length: int):
         self._source, self._dataset, self.length = source, dataset, length
-        self.elements = len(dataset)
-        self.endless = self.elements >= ENDLESS
+        self.endless = len(dataset) >= ENDLESS
 
     def __len__(self) -> int:
-        return self.elements
+        return len(self._dataset)
 
     def read(self, indices: Int[np.ndarray, " n"], segments: bool = False) -> WindowArrays:
         numbers = np.asarray(indices).tolist()
@@ -231,7 +231,6 @@ class GrainIteration:
 
     def configure(self, size: int, ahead: int) -> None:
         """Sets the elements of a batch, and the batches that are read ahead."""
-        self.close()
         self._size, self._ahead = size, ahead
 
     def input_tokens(self, indices: Int[np.ndarray, " n"]) -> int:
@@ -240,13 +239,11 @@ class GrainIteration:
 
     def first(self, count: int) -> list[Any]:
         """The first elements, at most so many."""
-        iterator, found = iter(self._dataset), []
         try:
-            found += itertools.islice(iterator, count)
+            with contextlib.closing(iter(self._dataset)) as iterator:
+                return list(itertools.islice(iterator, count))
         except Exception as error:
             raise self._source.failed(0, error) from error
-        iterator.close()
-        return found
 
     def arrays(self, elements: Sequence[Any], first: int) -> WindowArrays:
         """Elements as windows; the first has that number."""
@@ -259,9 +256,8 @@ class GrainIteration:
           DataError: the dataset ends before.
         """
         if at != self.at:
-            state = self._state_before(at)
-            assert state is not None
-            self._continue(state, at)
+            with contextlib.closing(self._from(at)) as iterator:
+                self._continue(iterator.get_state(), at)
         self._kept[at] = self.get_state()
         for former in sorted(self._kept)[:-KEPT]:
             del self._kept[former]
@@ -276,17 +272,13 @@ class GrainIteration:
 
     def peek(self, at: int) -> list[Any]:
         """The elements of a batch that begins with element `at`; [] of one before those given last."""
-        state = self._state_before(at)
-        if state is None:
+        if (found := self._from(at)) is None:
             return []
-        iterator = iter(self._dataset)
-        iterator.set_state(state)
-        elements = list(itertools.islice(iterator, self._size))
-        iterator.close()
-        return elements
+        with contextlib.closing(found) as iterator:
+            return list(itertools.islice(iterator, self._size))
 
-    def _state_before(self, at: int) -> dict[str, Any] | None:
-        """The state of the iterator before element `at`; None of one before those given last."""
+    def _from(self, at: int) -> grain.DatasetIterator | None:
+        """An iterator over the elements from `at` on; None of one before those given last."""
         known = {self.at: self.get_state(), **self._kept}
         begin = max((former for former in known if former <= at), default=None)
         if begin is None:
@@ -298,9 +290,7 @@ class GrainIteration:
                 next(iterator)
             except StopIteration:
                 raise self._ended(passed) from None
-        found = iterator.get_state()
-        iterator.close()
-        return found
+        return iterator
 
     def get_state(self) -> dict[str, Any]:
         """Grain's state of the iterator. `DataError` if it is no JSON, which a checkpoint needs."""

@@ -83,23 +83,15 @@ class PreparationPlan:
         """The plan as JSON, for `from_json`."""
         source = {"source": self.source.source, "column": self.source.column, "options": dict(self.source.options)}
         source |= {"template": self.source.template, "chat": self.source.chat}
-        shards = [[shard.name, shard.read] for shard in self.shards]
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {**values, "source": source, "shards": shards, "filters": self.filters.settings()}
+        return {**values, "source": source, "filters": self.filters.settings()}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> PreparationPlan:
         """From `to_json`."""
-        shards = tuple(InputShard(i, name, read) for i, (name, read) in enumerate(content["shards"]))
-        return cls(
-            **{
-                **content,
-                "source": SourceConfig(**content["source"]),
-                "shards": shards,
-                "documents": tuple(content["documents"]),
-                "filters": Filters(**content["filters"]),
-            }
-        )
+        shards, documents = tuple(InputShard(*shard) for shard in content["shards"]), tuple(content["documents"])
+        source, filters = SourceConfig(**content["source"]), Filters(**content["filters"])
+        return cls(**{**content, "source": source, "shards": shards, "documents": documents, "filters": filters})
 
 
 class PlanAddress(NamedTuple):
@@ -181,7 +173,7 @@ class Split:
     document). Of a corpus of one document the end is held out. With a fraction of 0 nothing is.
     """
 
-    def __init__(self, fraction: float, waits: bool = True):
+    def __init__(self, fraction: float, waits: bool):
         self._fraction, self._waits, self._waiting = fraction, waits, []
         self.side = ""  # the split of all documents so far; "" if there is none
         self.both = self.released = False

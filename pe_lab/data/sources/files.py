@@ -65,7 +65,7 @@ class Files(DataSource):
         sizes = (part.stop - part.start if part.size >= 0 else SHARD_BYTES for part in parts)
         for first, after in grouped(sizes, SHARD_BYTES):
             name = str(parts[first]) + (f" to {parts[after - 1]}" if after - first > 1 else "")
-            shards.append(InputShard(len(shards), name, {"parts": [list(part) for part in parts[first:after]]}))
+            shards.append(InputShard(name, {"parts": [list(part) for part in parts[first:after]]}))
         return shards
 
     def read(self, shard: InputShard) -> Iterator[Document]:

@@ -183,7 +183,7 @@ class StreamedDataset(DataSource):
     def shards(self) -> list[InputShard]:
         number = self._data.num_shards
         return [
-            InputShard(i, f"shard {i} of {number}", {"shard": i, "of": number, "version": self._builder.hash})
+            InputShard(f"shard {i} of {number}", {"shard": i, "of": number, "version": self._builder.hash})
             for i in range(number)
         ]
 

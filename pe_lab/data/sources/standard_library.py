@@ -44,9 +44,11 @@ class StandardLibrary(DataSource):
     def shards(self) -> list[InputShard]:
         names = [path.relative_to(self._root).as_posix() for path in self._files]
         ranges = grouped((path.stat().st_size for path in self._files), SHARD_BYTES)
-        reads = [(f"modules {names[a]} to {names[b - 1]}", {"modules": names[a:b], "topics": False}) for a, b in ranges]
-        reads.append(("help topics", {"modules": [], "topics": True}))
-        return [InputShard(index, name, read) for index, (name, read) in enumerate(reads)]
+        modules = [
+            InputShard(f"modules {names[a]} to {names[b - 1]}", {"modules": names[a:b], "topics": False})
+            for a, b in ranges
+        ]
+        return [*modules, InputShard("help topics", {"modules": [], "topics": True})]
 
     def read(self, shard: InputShard) -> Iterator[Document]:
         for name in shard.read["modules"]:

@@ -58,7 +58,7 @@ class TensorFlowDataset(DataSource):
         all_examples = sum(split.num_examples for split in self._builder.info.splits.values())
         example_bytes = max(1, int(self._builder.info.dataset_size) // max(1, all_examples))
         ranges = split_evenly(examples, max(1, SHARD_BYTES // example_bytes))
-        return [InputShard(i, f"examples {a} to {b - 1}", {"examples": [a, b]}) for i, (a, b) in enumerate(ranges)]
+        return [InputShard(f"examples {a} to {b - 1}", {"examples": [a, b]}) for a, b in ranges]
 
     def read(self, shard: InputShard) -> Iterator[Document]:
         for index in range(*shard.read["examples"]):
