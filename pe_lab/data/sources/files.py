@@ -9,7 +9,7 @@ import hashlib
 import io
 import itertools
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pe_lab.data.sources.records import Records
@@ -45,6 +45,8 @@ class Files(DataSource):
     """The files of a source. A shard is a list of parts of files."""
 
     part_bytes = SHARD_BYTES  # at most
+    rows: int | None = None  # of all files, where a catalogue tells them
+    about: Mapping[str, Any] = {}  # what else the identity has
 
     def __init__(self, name: str, files: Sequence[InputFile], records: Records):
         self.name, self._files, self._records = name, files, records
@@ -76,12 +78,15 @@ class Files(DataSource):
         """The documents that begin in a part of a file."""
         raise NotImplementedError
 
+    def count(self) -> int | None:
+        return self.rows
+
     def identity(self) -> Any:
         named = [(resource(file.name), file.size, file.version) for file in self._files]
         files = [one if one[2] else one[:2] for one in named]
         digest = hashlib.blake2b(repr(files).encode(), digest_size=8).hexdigest()
         total = {"files": len(files), "bytes": sum(file.size for file in self._files), "names_and_sizes": digest}
-        return {**total, **self._records.identity()}
+        return {**total, **self._records.identity(), **self.about}
 
 
 @contextlib.contextmanager
@@ -277,8 +282,9 @@ class ParquetFiles(_Columns):
                 row += batch.num_rows
 
     def count(self) -> int | None:
-        if len(self._files) > MOST_COUNTED and any("://" in file.name for file in self._files):
-            return None
+        many = len(self._files) > MOST_COUNTED and any("://" in file.name for file in self._files)
+        if self.rows is not None or many:
+            return self.rows
         total = 0
         for file in self._files:
             with self._open(file.name, file.size) as opened:

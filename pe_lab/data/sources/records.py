@@ -11,6 +11,7 @@ from pe_lab.data.sources.source import Document
 from pe_lab.errors import ConfigError, DataError, excerpt
 
 PROMPT, INSTRUCTION = "prompt/completion", "instruction"  # the values of `chat` that are no column
+CHATS = {PROMPT: ("prompt", "completion"), INSTRUCTION: ("instruction", "output")}  # their columns
 ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -34,19 +35,11 @@ class Records:
         if config.template and config.chat:
             raise ConfigError(f"data source {config.source!r} has a template and a chat; give one of them.")
         self._parts = self._parsed(config.template)
-        self._optional: tuple[str, ...] = ()
+        self._setting = "template" if config.template else "chat" if config.chat else "column"
+        self._optional = ("system", "input") if config.chat == INSTRUCTION else ()
+        self.columns: tuple[str, ...] = CHATS.get(config.chat, (config.chat or config.column,))
         if config.template:
             self.columns = tuple(dict.fromkeys(name for _, name in self._parts if name))
-            self._setting = "template"
-        elif config.chat == PROMPT:
-            self.columns, self._setting = ("prompt", "completion"), "chat"
-        elif config.chat == INSTRUCTION:
-            self.columns, self._setting = ("instruction", "output"), "chat"
-            self._optional = ("system", "input")
-        elif config.chat:
-            self.columns, self._setting = (config.chat,), "chat"
-        else:
-            self.columns, self._setting = (config.column,), "column"
 
     def _parsed(self, template: str) -> list[tuple[str, str]]:
         """Pairs of plain text and the field after it, "" where there is none."""
@@ -186,9 +179,7 @@ class Records:
         role_key, content_key = (
             ("from", "value") if "role" not in message and "from" in message else ("role", "content")
         )
-        role, content = message.get(role_key), message.get(content_key)
-        if isinstance(role, bytes):
-            role = role.decode("utf-8", errors="replace")
+        role, content = _decoded(message.get(role_key)), message.get(content_key)
         if not isinstance(role, str) or not role:
             raise _Refused(f"{what} has no {role_key!r} (it has: {', '.join(map(str, message))})")
         if _is_list(content):  # parts, of which texts alone are read
@@ -196,8 +187,7 @@ class Records:
             if not all(isinstance(part, str) for part in parts):
                 raise _Refused(f"{what}: its {content_key!r} has parts that are not text")
             content = "".join(parts)
-        if isinstance(content, bytes):
-            content = content.decode("utf-8", errors="replace")
+        content = _decoded(content)
         if not isinstance(content, str):
             raise _Refused(f"{what}: its {content_key!r} is {type(content).__name__}, not text")
         return {"role": ROLES.get(role, role) if role_key == "from" else role, "content": content}
@@ -213,11 +203,14 @@ class _Refused(Exception):
 
 def _text(column: str, value: Any) -> str:
     """A value that must be a string, or null."""
-    if isinstance(value, bytes):
-        return value.decode("utf-8", errors="replace")
+    value = _decoded(value)
     if value is not None and not isinstance(value, str):
         raise _Refused(f"column {column!r} holds a {type(value).__name__}, not text")
     return value or ""
+
+
+def _decoded(value: Any) -> Any:
+    return value.decode("utf-8", errors="replace") if isinstance(value, bytes) else value
 
 
 def _is_list(value: Any) -> bool:
