@@ -71,9 +71,7 @@ def prepare(
     The hash of a document decides its split, see `Split`. The files are the same, whoever runs the shards.
 
     Args:
-      config: the source.
-      tokenizer: encodes the documents.
-      specification: its name, for the description.
+      specification: the name of the tokenizer, for the description.
       directory: does not exist, or is empty, or this preparation was interrupted.
       validation_fraction: of the documents, held out.
       limit_documents: read only so many, the first ones.
