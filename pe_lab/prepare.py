@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pe_lab import storage
 from pe_lab.config import SourceConfig
 from pe_lab.data.chat import chat_fingerprint
-from pe_lab.data.executors import EXECUTORS, in_processes
+from pe_lab.data.executors import in_processes, on_ray
 from pe_lab.data.filters import REASONS, Filters, text_of
 from pe_lab.data.preparation import DROPPED, begun, finish_interrupted, prepare
 from pe_lab.data.shards import METADATA_FILE, Metadata, open_prepared
@@ -87,9 +87,7 @@ def parser() -> argparse.ArgumentParser:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # macOS lacks it
     run.add_argument("--workers", type=positive, default=cores, help="processes (default: a core each)")
     run.add_argument("--array", metavar="I/N", help="do share I of N, I from 0; slurm: that of this SLURM array task")
-    run.add_argument(
-        "--engine", choices=sorted(EXECUTORS), help="ray: a Ray cluster, that at RAY_ADDRESS or a local one"
-    )
+    run.add_argument("--engine", choices=["ray"], help="ray: a Ray cluster, that at RAY_ADDRESS or a local one")
     f = p.add_argument_group("filters (dropped documents are counted, and sampled in dropped/*.jsonl)")
     for unit in ("characters", "tokens"):
         for bound in ("min", "max"):
@@ -139,7 +137,7 @@ def main(argv: Sequence[str]) -> int:
         tokenizer = load_tokenizer(started[1])
     else:
         tokenizer = train_sentencepiece((text_of(d) for d in source.documents()), size, source.name)
-    executor = EXECUTORS[args.engine] if args.engine else in_processes(args.workers)
+    executor = on_ray if args.engine else in_processes(args.workers)
     metadata = prepare(
         config,
         tokenizer,
@@ -198,23 +196,15 @@ def _check_done(args: argparse.Namespace, filters: Filters, source: DataSource, 
     opened = open_prepared(out)
     metadata = opened.metadata
     advice = "Choose another directory, or delete it."
-    arguments = {
-        "source": (redacted(args.source), metadata.source),
-        "column": (args.column, metadata.column),
-        "template": (args.template, metadata.template),
-        "chat": (args.chat, metadata.chat),
-        "validation-fraction": (args.validation_fraction, metadata.validation_fraction),
-        "limit-documents": (args.limit_documents, metadata.limit_documents),
-        "tokenizer": (args.tokenizer, metadata.tokenizer),
-    }
-    for name, (wanted, found) in arguments.items():
-        if wanted != found:
-            raise ConfigError(f"--out={out} is already prepared with --{name}={found}, not {wanted}. {advice}")
-    for name, default in ((f.name, f.default) for f in dataclasses.fields(Filters)):
-        wanted, found = (settings.get(name, default) for settings in (filters.settings(), metadata.filters))
-        if wanted != found:
-            flag = name.replace("_", "-")
-            raise ConfigError(f"--out={out} is already prepared with --{flag}={found}, not {wanted}. {advice}")
+    names = ("column", "template", "chat", "validation_fraction", "limit_documents", "tokenizer")
+    unset = {f.name: f.default for f in dataclasses.fields(Filters)}
+    wanted = {"source": redacted(args.source)} | {name: getattr(args, name) for name in names}
+    found = {"source": metadata.source} | {name: getattr(metadata, name) for name in names}
+    wanted, found = wanted | unset | filters.settings(), found | unset | metadata.filters
+    for name, value in wanted.items():
+        if value != found[name]:
+            flag = f"--{name.replace('_', '-')}={found[name]}"
+            raise ConfigError(f"--out={out} is already prepared with {flag}, not {value}. {advice}")
     if json.loads(json.dumps(source.identity())) != metadata.identity:
         raise ConfigError(f"--out={out} was prepared from other files of {args.source}. {advice}")
     if training_size(args.tokenizer) is None:

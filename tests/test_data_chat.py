@@ -192,7 +192,7 @@ def test_a_chat_is_one_document_where_eos_ends_its_messages(chats, packing):
     lengths = np.unique(batch["segments"][row], return_counts=True)[1]
     lengths[-1] += 1  # the last target
     assert sorted(lengths) == sorted(np.diff(stream.ends, prepend=0))
-    assert batch["weights"][row].sum() == stream.loss_of(np.arange(stream.tokens)).sum()
+    assert batch["weights"][row].sum() == stream.loss(np.arange(stream.tokens)).sum()
     length = prepared.streams["validation"].tokens + 40
     held_out = validation_batches(config, sequence_length=length, batch_size=1, count=1)[config.sources[0].source][0]
     assert held_out["segments"].max() == documents["validation"] + 1  # the padding
@@ -211,7 +211,7 @@ def test_evaluation_scores_the_answers_of_whole_chats(chats):
     document = np.searchsorted(stream.ends, places, side="right")
     same = document[:, 1:] == document[:, :-1]
     assert 0 < same.sum() < same.size
-    np.testing.assert_array_equal(batch["weights"], same & stream.loss_of(places.ravel()).reshape(places.shape)[:, 1:])
+    np.testing.assert_array_equal(batch["weights"], same & stream.loss(places.ravel()).reshape(places.shape)[:, 1:])
     np.testing.assert_array_equal(batch["segments"], document[:, :-1] - document[:, :1] + 1)
     np.testing.assert_array_equal(batch["targets"], stream.read(0, stream.tokens)[places[:, 1:]])
     with pytest.raises(DataError, match="has no answer in 1 of its held-out tokens"):

@@ -260,7 +260,7 @@ def test_the_end_of_a_template_is_found_where_decoding_changes_its_characters(tm
 def test_a_random_chat_template_is_refused(template, tmp_path):
     companions = Companions("t", {"tokenizer_config.json": json.dumps({"chat_template": template}).encode()})
     with pytest.raises(DataError, match="does not accept"):
-        companions.chat([{"role": "user", "content": "a"}], False)
+        companions.marked_chat([{"role": "user", "content": "a"}], False)
 
 
 def test_byte_pairs_are_not_dropped_at_random(tmp_path):

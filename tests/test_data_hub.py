@@ -75,7 +75,8 @@ def test_a_mirror_has_the_readmes_configs_and_splits(mirror, monkeypatch):
     assert texts(SourceConfig(f"hf:{mirror}:lines")) == ["c0", "c1"]
     assert texts(SourceConfig(f"hf:{mirror}", template="{n}{text}"))[:2] == ["0a0", "1a1"]
     monkeypatch.setattr(files, "SHARD_BYTES", 300)
-    shards = [InputShard(s.index, s.name, json.loads(json.dumps(s.read))) for s in source.shards()]
+    monkeypatch.setattr(files.Files, "part_bytes", 300)
+    shards = [InputShard(s.name, json.loads(json.dumps(s.read))) for s in source.shards()]
     parts = [[d.text for d in source.read(shard)] for shard in shards]
     assert sum(parts, []) == TRAIN and sum(map(bool, parts)) > 3
     before = source.identity()
@@ -95,7 +96,7 @@ def test_formats_that_datasets_reads(tmp_path):
     with pytest.raises(UserError, match="has no column 'body'"):
         open_source(SourceConfig(f"hf:{directory}", column="body"))
     with pytest.raises(UserError, match="changed since its shards"):
-        list(source.read(InputShard(0, "", {"shard": 0, "of": 2, "version": "other"})))
+        list(source.read(InputShard("", {"shard": 0, "of": 2, "version": "other"})))
 
 
 @pytest.mark.parametrize(
@@ -158,6 +159,7 @@ def hub(monkeypatch):
 def test_a_dataset_of_the_hub_is_read_in_parts(hub, monkeypatch):
     source = open_source(SourceConfig("hf:org/open"))
     monkeypatch.setattr(files, "SHARD_BYTES", 300)
+    monkeypatch.setattr(files.Files, "part_bytes", 300)
     shards = source.shards()
     hub.requests.clear()
     assert [d.text for shard in shards for d in source.read(shard)] == TRAIN

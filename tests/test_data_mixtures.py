@@ -205,7 +205,7 @@ def test_epochs_become_steps_and_end_before_any_source_repeats(config):
         steps = pipeline.steps_of(epochs)
         counts = {}
         for done in (steps, steps + 1):
-            order = pipeline._order.counts(done * 12)
+            order = pipeline._steps.order.counts(done * 12)
             counts[done] = dict(zip("ab", order, strict=False))
         number = epochs if name is None else epochs[name]
         names = "ab" if name is None else name

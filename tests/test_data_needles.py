@@ -47,7 +47,7 @@ def test_answers_are_the_values_of_their_facts(options, length, queries_at):
     needles = NeedleWindows({**options, "queries_at": queries_at}, length, 0, "train", OFFSET)
     batch = needles.batch(np.arange(40))
     for i in range(40):
-        (window,), _ = needles.read(np.array([i]))
+        (window,) = needles.read(np.array([i])).tokens
         assert len(window) == length + 1
         facts, queries = facts_and_queries(window, needles)
         assert len(facts) == options["pairs"] and len(queries) == options["queries"]
@@ -82,7 +82,7 @@ def test_a_window_does_not_depend_on_its_neighbours():
     for row, index in enumerate([5, 10**9, 3]):
         for name, array in needles.batch(np.array([index])).items():
             np.testing.assert_array_equal(array[0], together[name][row], err_msg=name)
-    windows, weights = needles.read(np.array([3]))
+    windows, weights, *_ = needles.read(np.array([3]))
     np.testing.assert_array_equal(windows[0, :-1], together["tokens"][2])
     np.testing.assert_array_equal(weights[0], needles.read(np.array([5, 10**9, 3]))[1][2])
 
@@ -113,7 +113,7 @@ def test_the_filler_is_one_sparse_chain_for_all_seeds():
 def test_weights_and_vocabulary():
     options = NeedleOptions.from_mapping({**OPTIONS, "answer_weight": 5, "filler_weight": 0.25})
     needles = NeedleWindows(options, 64, 0, "train", OFFSET)
-    (_, weights), batch = needles.read(np.arange(100)), needles.batch(np.arange(100))
+    weights, batch = needles.read(np.arange(100)).weights, needles.batch(np.arange(100))
     np.testing.assert_array_equal(weights, np.where(batch["answers"], 5.0, 0.25))
     assert weights.dtype == np.float32 and batch["tokens"].dtype == np.int32
     assert needle_vocab(options) == 2 + 64 + 64 + 64

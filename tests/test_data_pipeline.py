@@ -184,7 +184,7 @@ def test_small_weights_are_read_and_logged_by_their_ratio(config):
 
 def addresses(pipeline, windows, batches):
     """The windows of a source in the order of the batches, found by their tokens."""
-    rows, _ = windows.read(np.arange(len(windows)))
+    rows = windows.read(np.arange(len(windows))).tokens
     numbers = {row[:-1].astype(np.int32).tobytes(): i for i, row in enumerate(rows)}
     assert len(numbers) == len(windows)  # all different
     return [numbers[row.tobytes()] for batch in take(pipeline, batches) for row in batch["tokens"]]

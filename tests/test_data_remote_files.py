@@ -52,9 +52,10 @@ SOURCES = [
 def check(base, monkeypatch):
     """Reads every source in shards of about 2,000 bytes."""
     monkeypatch.setattr(files, "SHARD_BYTES", 2000)
+    monkeypatch.setattr(files.Files, "part_bytes", 2000)
     for name in SOURCES:
         source = open_source(SourceConfig(name.format(base)))
-        shards = [InputShard(s.index, s.name, json.loads(json.dumps(s.read))) for s in source.shards()]
+        shards = [InputShard(s.name, json.loads(json.dumps(s.read))) for s in source.shards()]
         assert [d.text for shard in shards for d in source.read(shard)] == TEXTS, name
         splits = ("jsonl:{}/{", "parquet")
         assert (len(shards) > 2) == name.startswith(splits), name

@@ -78,7 +78,7 @@ def test_windows_across_shards_and_blocks(tmp_path, small_shards):
     np.testing.assert_array_equal(stream.ends, np.flatnonzero(tokens == 256) + 1)
     assert len(stream.read(stream.tokens, stream.tokens + 5)) == 0
     assert stream.gather(starts[:0], 7).shape == (0, 7)
-    assert not stream.has_loss and stream.loss(starts, 7).all()
+    assert not stream.has_loss and stream.loss(starts).all()
 
 
 def test_tokens_that_are_no_targets(tmp_path, small_shards):
@@ -97,7 +97,9 @@ def test_tokens_that_are_no_targets(tmp_path, small_shards):
     stream, whole = TokenStream(tmp_path, described, "train"), np.concatenate(loss)
     starts = rng.integers(0, stream.tokens - 150, 40)
     assert stream.has_loss
-    np.testing.assert_array_equal(stream.loss(starts, 150), np.stack([whole[s : s + 150] for s in starts]))
+    np.testing.assert_array_equal(
+        stream.loss(starts[:, None] + np.arange(150)), np.stack([whole[s : s + 150] for s in starts])
+    )
 
 
 def test_windows_cover_the_stream_and_targets_are_the_next_tokens(tmp_path):
@@ -105,13 +107,13 @@ def test_windows_cover_the_stream_and_targets_are_the_next_tokens(tmp_path):
     tokens = stream.read(0, stream.tokens).astype(np.int32)
     windows = TokenWindows(stream, 17)
     assert len(windows) == (len(tokens) - 1) // 17
-    rows, weights = windows.read(np.arange(len(windows)))
-    batch = make_batch(WindowArrays(rows, weights), segments=False, eos_id=256)
+    arrays = windows.read(np.arange(len(windows)))
+    batch = make_batch(arrays, segments=False, eos_id=256)
     used = len(windows) * 17
     np.testing.assert_array_equal(batch["tokens"].ravel(), tokens[:used])
     np.testing.assert_array_equal(batch["targets"].ravel(), tokens[1 : used + 1])
     assert len(tokens) - 1 - used < 17
-    np.testing.assert_array_equal(rows[3], tokens[51:69])
+    np.testing.assert_array_equal(arrays.tokens[3], tokens[51:69])
     assert {k: v.dtype.name for k, v in batch.items()} == {
         "tokens": "int32",
         "targets": "int32",

@@ -27,10 +27,9 @@ def documents(source, **settings):
 def in_shards(config):
     """The documents of each shard, read by a source of its own, from JSON, as another machine reads it."""
     shards = open_source(config).shards()
-    assert [shard.index for shard in shards] == list(range(len(shards)))
     assert pickle.loads(pickle.dumps(shards)) == shards
     other = open_source(config)
-    return [list(other.read(InputShard(s.index, s.name, json.loads(json.dumps(s.read))))) for s in shards]
+    return [list(other.read(InputShard(s.name, json.loads(json.dumps(s.read))))) for s in shards]
 
 
 def joined(parts):
@@ -270,7 +269,7 @@ def test_a_large_text_file_is_several_documents(tmp_path, monkeypatch, ending, l
     (tmp_path / f"a.{ending}").write_bytes(packed.get(ending, bytes)(content))
     config = SourceConfig(f"text:{tmp_path}/a.*")
     assert [d.text for d in open_source(config).documents()] == [text]
-    monkeypatch.setattr(files, "TEXT_BYTES", 100)
+    monkeypatch.setattr(files.TextFiles, "part_bytes", 100)
     monkeypatch.setattr(files, "LINE_BYTES", 60 if lines else 20)
     found = list(open_source(config).documents())
     assert "".join(d.text for d in found) == text
@@ -280,6 +279,7 @@ def test_a_large_text_file_is_several_documents(tmp_path, monkeypatch, ending, l
         assert all(d.text.endswith("\n") for d in found[:-1])
     assert open_source(config).count() in (None, len(found))
     monkeypatch.setattr(files, "SHARD_BYTES", 150)
+    monkeypatch.setattr(files.Files, "part_bytes", 150)
     assert joined(in_shards(config)) == found
     (tmp_path / f"a.{ending}").write_bytes(packed.get(ending, bytes)(content[:555] + b"\xff" + content[555:]))
     with pytest.raises(UserError, match=rf"a.{ending} is not UTF-8 \(byte 55\d\)"):
@@ -317,6 +317,7 @@ def test_shards_of_lines_end_where_lines_end(tmp_path, monkeypatch):
     assert [d.text.split()[0] for d in found] == [str(i) for i in range(60)]
     for size in (len(lines[0]) + 1, 97, 1000):  # a boundary at a line end, and boundaries anywhere
         monkeypatch.setattr(files, "SHARD_BYTES", size)
+        monkeypatch.setattr(files.Files, "part_bytes", size)
         parts = in_shards(config)
         assert joined(parts) == found
         assert len(parts) > (tmp_path / "a.jsonl").stat().st_size // size
@@ -341,6 +342,7 @@ def test_parquet_and_arrow_are_split_at_their_row_groups(tmp_path, monkeypatch):
         with new(tmp_path / f"{name}.arrow", table.schema) as writer:
             writer.write_table(table, max_chunksize=30)
     monkeypatch.setattr(files, "SHARD_BYTES", 3000)
+    monkeypatch.setattr(files.Files, "part_bytes", 3000)
     for source in ("parquet:{}/a.parquet", "arrow:{}/file.arrow", "arrow:{}/stream.arrow"):
         parts = in_shards(SourceConfig(source.format(tmp_path)))
         assert [d.text for d in joined(parts)] == texts

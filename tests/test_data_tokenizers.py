@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -26,7 +27,7 @@ from pe_lab.data.tokenizers import (
     train_sentencepiece,
     training_size,
 )
-from pe_lab.data.tokenizers.companions import AddedToken, render_marked, split_at_tokens
+from pe_lab.data.tokenizers.companions import AddedToken, Companions, split_at_tokens
 from pe_lab.data.tokenizers.tokenizer import DIFFICULT
 from pe_lab.errors import DataError, UserError
 
@@ -425,12 +426,16 @@ def test_a_chat_as_transformers_renders_it(tmp_path):
         load_tokenizer("bytes").chat(MESSAGES)
 
 
+def rendered(template):
+    return Companions("x", {"chat_template.jinja": template.encode()}).marked_chat(MESSAGES, False)[0]
+
+
 @pytest.mark.parametrize(
     "template", ["{% if %}", "{{ a.b.c }}", "{{ messages.append(1) }}", "{{ ''.__class__.mro() }}"]
 )
 def test_a_template_that_fails_or_leaves_the_sandbox_is_refused(template):
     with pytest.raises(UserError, match="The chat template of x"):
-        render_marked(template, MESSAGES, {}, "x")
+        rendered(template)
 
 
 @pytest.mark.parametrize(
@@ -455,26 +460,22 @@ def test_a_template_that_fails_or_leaves_the_sandbox_is_refused(template):
 )
 def test_a_template_is_bounded_in_time_and_memory(template, why):
     with pytest.raises(DataError, match=f"The chat template of x does not accept these messages: .*{why}"):
-        render_marked(template, MESSAGES, {}, "x")
+        rendered(template)
     # The next one is rendered.
-    assert render_marked("{{ messages[0].role }}", MESSAGES, {}, "x")[0] == MESSAGES[0]["role"]
+    assert rendered("{{ messages[0].role }}") == MESSAGES[0]["role"]
 
 
 @pytest.mark.slow
 def test_a_template_is_bounded_where_the_signal_is_ignored_by_the_parent():
     """10 s. A worker of pytest that had loaded a TPU's compiler ignored SIGPROF."""
-    for renderer in [*chat_templates._renderers]:
-        renderer.close()
+    chat_templates._renderer(os.getpid()).close()
     before = signal.signal(signal.SIGPROF, signal.SIG_IGN)
     try:
         with pytest.raises(DataError, match="it does not end within 5 seconds"):
-            render_marked(
-                "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", MESSAGES, {}, "x"
-            )
+            rendered("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}")
     finally:
         signal.signal(signal.SIGPROF, before)
-        for renderer in [*chat_templates._renderers]:
-            renderer.close()
+        chat_templates._renderer(os.getpid()).close()
 
 
 @pytest.mark.parametrize(
@@ -488,7 +489,7 @@ def test_lists_of_templates_without_a_default_are_refused(tmp_path, value):
 def test_without_jinja2_the_message_names_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(UserError, match=r"pip install 'pe-lab\[chat\]'"):
-        render_marked("x", MESSAGES, {}, "x")
+        rendered("x")
 
 
 def test_a_tokenizer_with_another_vocabulary(tokenizer):

@@ -190,7 +190,7 @@ def test_chats_have_targets_and_are_cut_where_they_are_alone(tmp_path, shards, c
     opened = open_prepared(tmp_path / "all")
     stream = opened.streams["train"]
     start = np.zeros(1, int)
-    ids, loss = stream.gather(start, stream.tokens)[0], stream.loss(start, stream.tokens)[0]
+    ids, loss = stream.gather(start, stream.tokens)[0], stream.loss(np.arange(stream.tokens))
     assert ids[-1] == opened.tokenizer.eos_id and opened.metadata.chat == "messages"
     assert "".join(opened.tokenizer.decode([i]) for i in ids[loss]).strip().endswith("Because.")
     assert "Why" not in "".join(opened.tokenizer.decode([i]) for i in ids[loss])

@@ -155,6 +155,3 @@ def _run_counted(current: str, address: PlanAddress, step: str, shard: int, endi
 
     run_step(address, step, shard, report, ending)
     return counts[0], counts[1]
-
-
-EXECUTORS: dict[str, Executor] = {"ray": on_ray}  # the engines, by name

@@ -9,15 +9,15 @@ Ullman, "Mining of Massive Datasets", 3.4). Of a group, which similar pairs join
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import hashlib
-import heapq
 import importlib.metadata
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -162,27 +162,24 @@ class Dropped:
     among workers.
     """
 
-    def __init__(self, shard: int, name: str):
-        self._shard, self._name = shard, name
+    def __init__(self, filters: Filters, shard: int, name: str):
+        self._filters, self._shard, self._name = filters, shard, name
         self.counts: Counter[str] = Counter()
-        self._samples: dict[str, list[tuple[int, int, dict[str, Any]]]] = {}
+        self.samples: dict[str, list[list[Any]]] = {}  # pairs of a rank and a record, as JSON, by the reason
 
-    def add(self, reason: str, number: int, text: str, about: Callable[[], Mapping[str, Any]] = dict) -> None:
-        """Counts document `number` of the shard; `about` describes it further, if it becomes a sample."""
+    def add(self, reason: str, number: int, text: str, about: Mapping[str, Any]) -> None:
+        """Counts document `number` of the shard; `about` describes it further."""
         self.counts[reason] += 1
         digest = hashlib.blake2b(f"{self._shard} {number} {reason}".encode(), digest_size=6).digest()
         rank = int.from_bytes(digest, "big")
-        samples = self._samples.setdefault(reason, [])
-        if len(samples) == SAMPLES and -rank <= samples[0][0]:
+        samples = self.samples.setdefault(reason, [])
+        if len(samples) == SAMPLES and rank >= samples[-1][0]:
             return
-        record = {"input": self._name, "shard": self._shard, "document": number, "characters": len(text), **about()}
-        (heapq.heappush if len(samples) < SAMPLES else heapq.heapreplace)(
-            samples, (-rank, -number, {**record, "text": text[:SAMPLE_CHARACTERS]})
-        )
-
-    def samples(self) -> dict[str, list[list[Any]]]:
-        """For each reason pairs of a rank and a record, as JSON."""
-        return {r: sorted(([-rank, record] for rank, _, record in s), key=_rank) for r, s in self._samples.items()}
+        if reason == "language":
+            about = dict(zip(("language", "probability"), self._filters.found_language(text), strict=True))
+        record = {"input": self._name, "shard": self._shard, "document": number, "characters": len(text)}
+        bisect.insort(samples, [rank, {**record, **about, "text": text[:SAMPLE_CHARACTERS]}], key=_rank)
+        del samples[SAMPLES:]
 
 
 def joined_samples(of_shards: Iterable[Mapping[str, list[list[Any]]]]) -> dict[str, list[dict[str, Any]]]:
@@ -231,7 +228,7 @@ class Fingerprints(NamedTuple):
     """What is compared of the documents of one input shard; files of it and of `Decisions` are safetensors."""
 
     reason: UInt8[np.ndarray, " documents"]  # 0, or 1 + the index in REASONS of why it is dropped already
-    hash: Int64[np.ndarray, " two"]  # two for each document that is not
+    hash: Int64[np.ndarray, " two"]  # two for each document that is not, which equal documents have alike
     comparable: UInt8[np.ndarray, " kept"]  # whether such a document has words
     signature: UInt32[np.ndarray, " permutations"]  # of each comparable one, one after another
 
@@ -241,11 +238,6 @@ class Decisions(NamedTuple):
 
     reason: UInt8[np.ndarray, " documents"]  # 0: it is kept
     first: Int64[np.ndarray, " documents"]  # of a duplicate: the one that is kept, shard * 2^40 + document; else -1
-
-
-def fingerprint(key: str) -> bytes:
-    """The 16 bytes by which equal documents are found."""
-    return hashlib.blake2b(key.encode(), digest_size=16).digest()
 
 
 def write_arrays(path: AnyPath, arrays: Fingerprints | Decisions) -> None:

@@ -18,6 +18,7 @@ part, so that any number of processes may go on from its state.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import inspect
@@ -31,7 +32,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jaxtyping import Float32, Int, Int32
+from jaxtyping import Int
 
 from pe_lab.data.windows import WindowArrays, Windows
 from pe_lab.errors import CheckpointError, ConfigError, DataError, did_you_mean
@@ -46,21 +47,13 @@ KEPT = 4  # states of the iterator, before the batches given last
 
 @dataclass(frozen=True)
 class GrainSource:
-    """A function that makes Grain datasets, and what their elements must be.
+    """A function that makes Grain datasets, and what their elements must be."""
 
-    Attributes:
-      name: of the source.
-      address: FILE.py:FUNCTION.
-      vocab_size: ids are below it.
-      segments: whether documents are masked from each other, `data.segments`.
-      has_end: whether a token ends every document, so that segments follow from the ids where there are none.
-    """
-
-    name: str
-    address: str
-    vocab_size: int
-    segments: bool
-    has_end: bool
+    name: str  # of the source
+    address: str  # FILE.py:FUNCTION
+    vocab_size: int  # ids are below it
+    segments: bool  # whether documents are masked from each other, `data.segments`
+    has_end: bool  # whether a token ends every document, so that segments follow from the ids where there are none
 
     @property
     def where(self) -> str:
@@ -94,7 +87,7 @@ class GrainSource:
                 "grain.MapDataset or a grain.IterDataset."
             )
         windows = GrainWindows(self, dataset, length)
-        if not windows.elements:
+        if not len(windows):
             raise DataError(
                 f"{self.where}: {self.address}({split!r}, ...) has no elements. Return None where there are none."
             )
@@ -209,16 +202,12 @@ class GrainWindows(Windows):
 
     def __init__(self, source: GrainSource, dataset: grain.MapDataset, length: int):
         self._source, self._dataset, self.length = source, dataset, length
-        self.elements = len(dataset)
-        self.endless = self.elements >= ENDLESS
+        self.endless = len(dataset) >= ENDLESS
 
     def __len__(self) -> int:
-        return self.elements
+        return len(self._dataset)
 
-    def read(self, indices: Int[np.ndarray, " n"]) -> tuple[Int32[np.ndarray, "n W"], Float32[np.ndarray, "n T"]]:
-        return self.read_documents(indices)[:2]
-
-    def read_documents(self, indices: Int[np.ndarray, " n"]) -> WindowArrays:
+    def read(self, indices: Int[np.ndarray, " n"], segments: bool = False) -> WindowArrays:
         numbers = np.asarray(indices).tolist()
         elements = [self._source.element(self._dataset, number) for number in numbers]
         return self._source.arrays(elements, self.length, numbers)
@@ -242,7 +231,6 @@ class GrainIteration:
 
     def configure(self, size: int, ahead: int) -> None:
         """Sets the elements of a batch, and the batches that are read ahead."""
-        self.close()
         self._size, self._ahead = size, ahead
 
     def input_tokens(self, indices: Int[np.ndarray, " n"]) -> int:
@@ -251,13 +239,11 @@ class GrainIteration:
 
     def first(self, count: int) -> list[Any]:
         """The first elements, at most so many."""
-        iterator, found = iter(self._dataset), []
         try:
-            found += itertools.islice(iterator, count)
+            with contextlib.closing(iter(self._dataset)) as iterator:
+                return list(itertools.islice(iterator, count))
         except Exception as error:
             raise self._source.failed(0, error) from error
-        iterator.close()
-        return found
 
     def arrays(self, elements: Sequence[Any], first: int) -> WindowArrays:
         """Elements as windows; the first has that number."""
@@ -270,9 +256,8 @@ class GrainIteration:
           DataError: the dataset ends before.
         """
         if at != self.at:
-            state = self._state_before(at)
-            assert state is not None
-            self._continue(state, at)
+            with contextlib.closing(self._from(at)) as iterator:
+                self._continue(iterator.get_state(), at)
         self._kept[at] = self.get_state()
         for former in sorted(self._kept)[:-KEPT]:
             del self._kept[former]
@@ -287,17 +272,13 @@ class GrainIteration:
 
     def peek(self, at: int) -> list[Any]:
         """The elements of a batch that begins with element `at`; [] of one before those given last."""
-        state = self._state_before(at)
-        if state is None:
+        if (found := self._from(at)) is None:
             return []
-        iterator = iter(self._dataset)
-        iterator.set_state(state)
-        elements = list(itertools.islice(iterator, self._size))
-        iterator.close()
-        return elements
+        with contextlib.closing(found) as iterator:
+            return list(itertools.islice(iterator, self._size))
 
-    def _state_before(self, at: int) -> dict[str, Any] | None:
-        """The state of the iterator before element `at`; None of one before those given last."""
+    def _from(self, at: int) -> grain.DatasetIterator | None:
+        """An iterator over the elements from `at` on; None of one before those given last."""
         known = {self.at: self.get_state(), **self._kept}
         begin = max((former for former in known if former <= at), default=None)
         if begin is None:
@@ -309,9 +290,7 @@ class GrainIteration:
                 next(iterator)
             except StopIteration:
                 raise self._ended(passed) from None
-        found = iterator.get_state()
-        iterator.close()
-        return found
+        return iterator
 
     def get_state(self) -> dict[str, Any]:
         """Grain's state of the iterator. `DataError` if it is no JSON, which a checkpoint needs."""

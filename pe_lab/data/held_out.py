@@ -71,12 +71,12 @@ def _held_out_windows(
     if len(windows):
         step = 1 if windows.endless else max(1, len(windows) // wanted)
         chosen = np.arange(min(wanted, len(windows))) * step
-        return windows.read_documents(chosen) if segments else WindowArrays(*windows.read(chosen))
+        return windows.read(chosen, segments)
     # Less than one window: padded.
     stream = source.prepared.streams["validation"]
     tokens = stream.read(0, length + 1).astype(np.int32)
     weights = np.zeros((1, length), np.float32)
-    weights[0, : len(tokens) - 1] = stream.loss(np.asarray([0]), len(tokens))[0, 1:] if stream.has_loss else 1
+    weights[0, : len(tokens) - 1] = stream.loss(np.arange(1, len(tokens))) if stream.has_loss else 1
     tokens = np.pad(tokens, (0, length + 1 - len(tokens)), constant_values=eos_id)[None]
     # The padding is one more document.
     return WindowArrays(tokens, weights, documents_of_chats(stream, np.zeros(1, int), length + 1))
@@ -104,7 +104,7 @@ def held_out_tokens(config: DataConfig, source_index: int, n_tokens: int) -> Sha
     if not stream.has_loss:
         return tokens
     found = np.empty(len(tokens), CHAT_TOKEN)
-    found["token"], found["counts"] = tokens, stream.loss(np.zeros(1, int), len(tokens))[0]
+    found["token"], found["counts"] = tokens, stream.loss(np.arange(len(tokens)))
     found["document"] = documents_of_chats(stream, np.zeros(1, int), len(tokens))[0]
     return found
 

@@ -22,7 +22,7 @@ from pe_lab import storage
 from pe_lab.config import DataConfig, SourceConfig
 from pe_lab.data.chat import chat_fingerprint
 from pe_lab.data.filters import text_of
-from pe_lab.data.grain_data import GrainIteration, GrainSource, GrainWindows
+from pe_lab.data.grain_data import GrainIteration, GrainSource
 from pe_lab.data.needles import NeedleOptions, NeedleWindows, place_symbols
 from pe_lab.data.packing import Packing, pack
 from pe_lab.data.preparation import building_directory, digest_of, prepare
@@ -38,7 +38,7 @@ from pe_lab.data.tokenizers import (
     train_sentencepiece,
     training_size,
 )
-from pe_lab.data.windows import PackedWindows, TokenWindows
+from pe_lab.data.windows import PackedWindows, TokenWindows, Windows
 from pe_lab.errors import ConfigError, DataError, did_you_mean, redacted, resource
 from pe_lab.storage import is_file, is_remote, new_directory, unfinished
 
@@ -75,9 +75,7 @@ class MixtureSource:
         """The number of tokens of a split; None where it is not known: of needles, and of Grain datasets."""
         return None if self.prepared is None else self.prepared.metadata.tokens[split]
 
-    def windows(
-        self, length: int, seed: int, split: str
-    ) -> TokenWindows | PackedWindows | NeedleWindows | GrainWindows | GrainIteration | None:
+    def windows(self, length: int, seed: int, split: str) -> Windows | GrainIteration | None:
         """The windows of T = `length` tokens of a split; None: a Grain dataset has none.
 
         Needles, best-fit packing and Grain datasets depend on the seed.

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Float32, Int, Int32, UInt64
+from jaxtyping import Int, UInt64
 
 from pe_lab.config import SEED, check_bounds, from_dict, number
-from pe_lab.data.windows import Windows
+from pe_lab.data.windows import WindowArrays, Windows
 from pe_lab.errors import ConfigError
 
 QUERY = 3  # tokens of a query, [ASK key value]
@@ -138,12 +138,11 @@ class NeedleWindows(Windows):
     def __len__(self) -> int:
         return WINDOWS
 
-    def read(self, indices: Int[np.ndarray, " n"]) -> tuple[Int32[np.ndarray, "n W"], Float32[np.ndarray, "n T"]]:
-        """Windows and loss weights."""
+    def read(self, indices: Int[np.ndarray, " n"], segments: bool = False) -> WindowArrays:
         windows, distance = self._draw(indices)
         options = self.options
         weights = np.where(distance > 0, np.float32(options.answer_weight), np.float32(options.filler_weight))
-        return windows, weights
+        return WindowArrays(windows, weights)
 
     def batch(self, indices: Int[np.ndarray, " n"]) -> dict[str, np.ndarray]:
         """`tokens`, `targets`, `answers` and `distance` of windows, each of shape [n, T].

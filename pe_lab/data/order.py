@@ -1,24 +1,20 @@
 """The global order of training windows: each epoch of a source shuffled, and the sources mixed by weight.
 
 Everything is a function of (seed, weights, number of sequences before), and is computed for many sequences at once.
-`Supply` counts the epochs of that order, and the steps that they are enough for.
 """
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 from jaxtyping import Float64, Int, Int64, UInt
-
-from pe_lab.config import INT32, SourceConfig
-from pe_lab.errors import ConfigError, DataError, did_you_mean
 
 ROUNDS = 4  # of the shuffle's cipher
 LEAST_BITS = 16  # of its block
@@ -152,46 +148,22 @@ def mixing_order(
 
 @dataclass(frozen=True)
 class Position:
-    """A place in the global order.
+    """A place in the global order, from which batches with the same weights go on."""
 
-    Attributes:
-      batch: the index of the batch that begins there.
-      sequence: the number of sequences before it.
-      counts: how many of them are of each source.
-      weights: of the sources there; () before anything was read.
-      place: the sequences before it since these weights began.
-    """
-
-    batch: int
-    sequence: int
-    counts: tuple[int, ...]
-    weights: tuple[float, ...] = ()
-    place: int = 0
-
-
-@dataclass(frozen=True)
-class _Stage:
-    """Batches with the same weights."""
-
-    batch: int  # the first
-    sequence: int  # the first one of that batch
-    place: int  # of that sequence since its weights began
-    counts: tuple[int, ...]  # sequences of each source before it
-    weights: tuple[float, ...]
-
-    @property
-    def shares(self) -> Float64[np.ndarray, " sources"]:
-        """The part of each source."""
-        return np.asarray([float(part) for part in _ratios(self.weights)])
-
-    def before(self, sequence: int) -> Int64[np.ndarray, " sources"]:
-        """The number of sequences of each source before a sequence of this stage."""
-        return self.base + mixing_counts(self.weights, sequence - self.sequence + self.place)
+    batch: int  # the index of the batch that begins there
+    sequence: int  # the number of sequences before it
+    counts: tuple[int, ...]  # how many of them are of each source
+    weights: tuple[float, ...] = ()  # of the sources there; () before anything was read
+    place: int = 0  # the sequences before it since these weights began
 
     @property
     def base(self) -> Int64[np.ndarray, " sources"]:
         """The number of sequences of each source before those with these weights, as if all of them were there."""
         return np.asarray(self.counts) - mixing_counts(self.weights, self.place)
+
+    def before(self, sequence: int) -> Int64[np.ndarray, " sources"]:
+        """The number of sequences of each source before one with these weights."""
+        return self.base + mixing_counts(self.weights, sequence - self.sequence + self.place)
 
 
 class Order:
@@ -216,7 +188,7 @@ class Order:
         self.windows, self.seeds, self.stages = tuple(windows), tuple(seeds), tuple(stages)
         self.batch_size = batch_size
         start = start or Position(0, 0, (0,) * len(windows))
-        self._stages: list[_Stage] = []
+        self._stages: list[Position] = []  # the first one with each of the weights
         place, before = start.place, start.weights
         for number, (first, weights) in enumerate(stages):
             if number + 1 < len(stages) and stages[number + 1][0] <= start.batch:
@@ -228,7 +200,7 @@ class Order:
                 place = 0
             elif self._stages:
                 continue  # it goes on
-            self._stages.append(_Stage(batch, sequence, place, counts, weights))
+            self._stages.append(Position(batch, sequence, counts, weights, place))
             before = weights
 
     def after(self, start: Position | None) -> Order:
@@ -240,7 +212,7 @@ class Order:
         """The first sequence that is known."""
         return self._stages[0].sequence
 
-    def _stage(self, sequence: int) -> _Stage:
+    def _stage(self, sequence: int) -> Position:
         return next(stage for stage in reversed(self._stages) if stage.sequence <= sequence)
 
     def sequence(self, batch: int) -> int:
@@ -249,7 +221,7 @@ class Order:
 
     def shares(self, batch: int) -> np.ndarray:
         """The part of each source in the sequences around a batch."""
-        return self._stage(self.sequence(batch)).shares
+        return np.asarray([float(part) for part in _ratios(self._stage(self.sequence(batch)).weights)])
 
     def counts(self, sequence: int) -> np.ndarray:
         """The number of sequences of each source before a sequence."""
@@ -264,13 +236,9 @@ class Order:
 
     def first_batch(self, source: int, count: int, last: int) -> int | None:
         """The first batch up to `last` that has more than the first `count` sequences of a source; None: no batch."""
-        low, high = self._stages[0].batch, last + 1
-        if self.counts(self.sequence(high))[source] <= count:
-            return None
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self.counts(self.sequence(middle))[source] > count else (middle, high)
-        return low
+        batches = range(self._stages[0].batch, last + 1)
+        found = bisect.bisect_right(batches, count, key=lambda batch: self.counts(self.sequence(batch + 1))[source])
+        return batches[found] if found < len(batches) else None
 
     def addresses(self, start: int, stop: int) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
         """The source and the window of each of the sequences start..stop - 1."""
@@ -292,76 +260,3 @@ class Order:
                 now = epochs == epoch
                 ranks[mine[now]] = shuffled(places[now], count, (seed + int(epoch)) % 2**32)
         return sources, ranks
-
-
-@dataclass(frozen=True)
-class Supply:
-    """The sources of a mixture and their numbers of windows; 0: endless."""
-
-    names: tuple[str, ...]
-    configs: tuple[SourceConfig, ...]
-    windows: tuple[int, ...]
-
-    def epochs(self, read: Int[np.ndarray, " sources"]) -> Int64[np.ndarray, " sources"]:
-        """The epochs that have begun of each source, of which so many windows are read; of endless ones 0."""
-        sizes = np.asarray(self.windows)
-        return np.where(sizes > 0, -(-read // np.maximum(sizes, 1)), 0)
-
-    def _limit(self, source: int) -> float:
-        """The windows of a source that a phase may read."""
-        config = self.configs[source]
-        if not self.windows[source] or not config.epochs or config.when_dry == "repeat":
-            return math.inf
-        return math.floor(config.epochs * self.windows[source])
-
-    def _dry(self, source: int, when: str) -> DataError:
-        epochs = self.configs[source].epochs
-        return DataError(
-            f"data source {self.names[source]!r} runs dry at {when}: epochs={epochs:g} of its "
-            f"{self.windows[source]:,} windows are {self._limit(source):,}. Train for fewer steps, lower its weight, "
-            "raise its epochs, or set its when_dry='repeat'."
-        )
-
-    def check_now(self, read: Int[np.ndarray, " sources"], step: int) -> None:
-        """`DataError` if a step has read more than there may be."""
-        for i, count in enumerate(read):
-            if count > self._limit(i):
-                raise self._dry(i, f"step {step}")
-
-    def check(self, order: Order, done: int, index: int, steps: int) -> None:
-        """`DataError` if a source runs dry in `steps` steps, of which `done` are done and batch `index` is the next."""
-        found = []
-        for i in range(len(self.names)):
-            if self._limit(i) < math.inf and steps > done:
-                batch = order.first_batch(i, int(self._limit(i)), index + steps - done - 1)
-                found += [] if batch is None else [(batch, i)]
-        if found:
-            batch, source = min(found)
-            raise self._dry(source, f"step {done + 1 + batch - index} of {steps}")
-
-    def steps_of(self, order: Order, epochs: float | Mapping[str, Any]) -> int:
-        """The most steps that read no source more than `epochs` times.
-
-        `epochs` is a number, of every source that is not endless, or {name: number}.
-
-        Raises:
-          ConfigError: there is no such source, it is endless or never read so often, or has less than a batch.
-        """
-        finite = [name for name, size in zip(self.names, self.windows, strict=True) if size]
-        wanted = epochs if isinstance(epochs, Mapping) else dict.fromkeys(finite, epochs)
-        steps = []
-        for name, number in wanted.items():
-            if name not in finite:
-                why = "is endless" if name in self.names else "does not exist"
-                raise ConfigError(f"epochs names the data source {name!r}, which {why}. {did_you_mean(name, finite)}")
-            if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number <= 10**6:
-                raise ConfigError(f"epochs of data source {name!r} is {number!r}; it must be above 0, at most 10^6.")
-            source = self.names.index(name)
-            batch = order.first_batch(source, math.floor(number * self.windows[source]), INT32)
-            steps += [] if batch is None else [batch]
-        if not steps:
-            sources = ", ".join(wanted) or "all sources are endless"
-            raise ConfigError(f"epochs={epochs!r} is never reached ({sources}). Set steps, or a higher weight.")
-        if min(steps) < 1:
-            raise ConfigError(f"epochs={epochs!r} of the data is less than a batch of {order.batch_size} windows.")
-        return min(steps)

@@ -41,27 +41,18 @@ class Packing:
 
     A document of more than T + 1 tokens is cut into windows of its own, each of which begins with the last token of
     the one before, and a rest. All other documents, and the rests, are packed. The windows of cut documents come first.
-
-    Attributes:
-      window: T + 1.
-      tokens: the tokens of all pieces.
-      cut: the documents that are cut, ascending.
-      cut_windows: the windows before those of each cut document, and of all.
-      documents: those with a piece to pack, by the length of the piece, and shuffled among equal lengths.
-      group_windows: the packed windows before each group of windows with equal lengths, and in all.
-      group_fillings: the fillings before those of each group, and in all.
-      length, first, each: of each filling; `first` is a place in `documents`.
+    Arrays of one more than there are groups have the sums before each, and of all.
     """
 
-    window: int
-    tokens: int
-    cut: Int64[np.ndarray, " cut"]
-    cut_windows: Int64[np.ndarray, " cut_and_1"]
-    documents: UInt[np.ndarray, " packed"]
-    group_windows: Int64[np.ndarray, " groups_and_1"]
-    group_fillings: Int64[np.ndarray, " groups_and_1"]
+    window: int  # T + 1
+    tokens: int  # of all pieces
+    cut: Int64[np.ndarray, " cut"]  # the documents that are cut, ascending
+    cut_windows: Int64[np.ndarray, " cut_and_1"]  # the windows before those of each of them
+    documents: UInt[np.ndarray, " packed"]  # with a piece to pack, by its length, shuffled among equal lengths
+    group_windows: Int64[np.ndarray, " groups_and_1"]  # the packed windows before each group with equal lengths
+    group_fillings: Int64[np.ndarray, " groups_and_1"]  # the fillings before those of each group
     length: Int64[np.ndarray, " fillings"]
-    first: Int64[np.ndarray, " fillings"]
+    first: Int64[np.ndarray, " fillings"]  # a place in `documents`
     each: Int64[np.ndarray, " fillings"]
 
     def __len__(self) -> int:

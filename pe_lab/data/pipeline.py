@@ -6,9 +6,12 @@ number of processes. Beside Grain's iterator are the counts of what was read, an
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import grain
@@ -18,10 +21,10 @@ from jaxtyping import Float64, Int64
 from pe_lab.config import INT32, DataConfig
 from pe_lab.data.grain_data import GrainIteration
 from pe_lab.data.mixture import Mixture, local_size, mixture_stages, open_mixture
-from pe_lab.data.order import Order, Position, Supply
+from pe_lab.data.order import Order, Position
 from pe_lab.data.tokenizers import Tokenizer
 from pe_lab.data.windows import Batch, PackedWindows, Windows, gather_batch, make_batch
-from pe_lab.errors import CheckpointError, ConfigError, DataError, redacted
+from pe_lab.errors import CheckpointError, ConfigError, DataError, did_you_mean, redacted
 
 ADDRESSES = 4096  # sequences whose windows are computed at once, about
 EPOCHS = 4  # of the smallest source that are computed at once: each is shuffled by itself, in milliseconds
@@ -34,75 +37,66 @@ class StepCounts(NamedTuple):
     tokens: Int64[np.ndarray, " sources"]  # without padding
     expected: Float64[np.ndarray, " sources"]  # the tokens that the weights give each source
     reached: Int64[np.ndarray, " sources"]  # the sequences of each source up to its end
-    begun: Int64[np.ndarray, " sources"]  # the epochs of each source that have begun then
 
 
+@dataclass(frozen=True, eq=False)
 class StepBatches:
-    """The batches of all steps, for `grain.MapDataset.source`: element i is what step i takes, and its counts.
+    """The batches of all steps, for `grain.MapDataset.source`: element i is what step i takes, and its counts."""
 
-    Args:
-      windows: of each source.
-      order: of the sequences.
-      supply: of the sources.
-      left_out: the batches that are passed over, ascending.
-      process: (index, number) of the parts of a batch.
-      segments: whether documents are masked from each other.
-      eos_id: ends a document.
-    """
+    windows: tuple[Windows | GrainIteration, ...]  # of each source
+    order: Order  # of the sequences
+    left_out: tuple[int, ...]  # the batches that are passed over, ascending
+    process: tuple[int, int]  # the index and the number of the parts of a batch
+    segments: bool  # whether documents are masked from each other
+    eos_id: int  # ends a document
 
-    def __init__(
-        self,
-        windows: Sequence[Windows | GrainIteration],
-        order: Order,
-        supply: Supply,
-        left_out: Sequence[int],
-        process: tuple[int, int],
-        segments: bool,
-        eos_id: int,
-    ):
-        self._windows, self._order, self._supply, self._left_out = tuple(windows), order, supply, tuple(left_out)
-        self._segments, self._eos_id = segments, eos_id
-        local = local_size(order.batch_size, process[1])
-        self.mine = slice(process[0] * local, (process[0] + 1) * local)
-        self._mean_tokens = np.asarray([w.mean_tokens for w in windows])
-        sequences = min([ADDRESSES, *(EPOCHS * count for count in order.windows if count)])
-        self._per_block = max(1, sequences // order.batch_size)  # batches
-        self._block = functools.lru_cache(4)(self._addresses)
+    @property
+    def mine(self) -> slice:
+        """The sequences of a batch that are this process's."""
+        local = local_size(self.order.batch_size, self.process[1])
+        return slice(self.process[0] * local, (self.process[0] + 1) * local)
 
     def __len__(self) -> int:
         return INT32
 
     def __getitem__(self, step: int) -> tuple[Batch, StepCounts]:
         index = self.batch_index(step)
-        source, window = self._sequences(index)
-        batch = gather_batch(self._windows, source[self.mine], window[self.mine], self._segments, self._eos_id)
-        return batch, self.counts(index)
+        source, window = (part[self.mine] for part in self._sequences(index))
+        return gather_batch(self.windows, source, window, self.segments, self.eos_id), self.counts(index)
 
     def batch_index(self, step: int) -> int:
         """The index of the batch that comes after `step` batches which are not left out."""
-        for left_out in self._left_out:
+        for left_out in self.left_out:
             step += left_out <= step
         return step
 
     def counts(self, index: int) -> StepCounts:
         """The counts of the batch of an index."""
         source, window = self._sequences(index)
-        tokens = [w.input_tokens(window[source == i]) for i, w in enumerate(self._windows)]
-        expected = self._order.shares(index) * self._order.batch_size * self._mean_tokens
-        reached = self._order.counts(self._order.sequence(index + 1))
-        return StepCounts(np.asarray(tokens, np.int64), expected, reached, self._supply.epochs(reached))
+        tokens = [w.input_tokens(window[source == i]) for i, w in enumerate(self.windows)]
+        expected = self.order.shares(index) * self.order.batch_size * self._mean_tokens
+        return StepCounts(np.asarray(tokens), expected, self.order.counts(self.order.sequence(index + 1)))
+
+    @functools.cached_property
+    def _mean_tokens(self) -> Float64[np.ndarray, " sources"]:
+        return np.asarray([w.mean_tokens for w in self.windows], np.float64)
 
     def _sequences(self, index: int) -> tuple[Int64[np.ndarray, " B"], Int64[np.ndarray, " B"]]:
         """The source and the window of each sequence of the global batch of an index."""
-        size, per = self._order.batch_size, self._per_block
-        source, window = (part[index % per * size :][:size] for part in self._block(index // per))
+        size = self.order.batch_size
+        sequences = min([ADDRESSES, *(EPOCHS * count for count in self.order.windows if count)])
+        per = max(1, sequences // size)  # batches of a block
+        source, window = (part[index % per * size :][:size] for part in self._block(index // per * per, per))
         return source, window
 
-    def _addresses(self, block: int) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
-        """The source and the window of each sequence of a block of batches."""
-        per = self._per_block
-        start, first = self._order.sequence(block * per), self._order.first_sequence
-        found = self._order.addresses(max(start, first), self._order.sequence((block + 1) * per))
+    @functools.cached_property
+    def _block(self) -> Callable[[int, int], tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]]:
+        return functools.lru_cache(4)(self._addresses)
+
+    def _addresses(self, batch: int, batches: int) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
+        """The source and the window of each sequence of so many batches from one on."""
+        start, first = self.order.sequence(batch), self.order.first_sequence
+        found = self.order.addresses(max(start, first), self.order.sequence(batch + batches))
         return tuple(np.pad(part, (max(0, first - start), 0)) for part in found)  # nothing is read before the first
 
 
@@ -117,43 +111,36 @@ class Pipeline:
     def __init__(
         self,
         mixture: Mixture,
-        windows: Sequence[Windows | GrainIteration],
-        order: Order,
+        steps: StepBatches,
         about: dict[str, Any],
-        process: tuple[int, int],
         workers: int,
     ):
         self.vocab_size: int = mixture.vocab_size
         self.tokenizer: Tokenizer = mixture.tokenizer
-        self._sources, self._windows, self._order = mixture.sources, tuple(windows), order
-        self._about, self._process, self._threads = about, process, max(1, workers)
-        names, configs = zip(*((source.name, source.config) for source in mixture.sources), strict=True)
-        self._supply = Supply(names, configs, order.windows)
-        self._iteration = windows[0] if isinstance(windows[0], GrainIteration) else None
+        self._sources, self._steps, self._about, self._threads = mixture.sources, steps, about, max(1, workers)
+        self._iteration = steps.windows[0] if isinstance(steps.windows[0], GrainIteration) else None
         if self._iteration is not None:
-            self._iteration.configure(order.batch_size, self._threads + AHEAD)
+            self._iteration.configure(steps.order.batch_size, self._threads + AHEAD)
         self._batches = 0
-        self._left_out: tuple[int, ...] = ()  # ascending
-        self._read = np.zeros(len(windows), np.int64)  # tokens
-        self._expected = np.zeros(len(windows))
-        self._begun = np.zeros(len(windows), np.int64)  # epochs
+        self._read = np.zeros(len(steps.windows), np.int64)  # tokens
+        self._expected = np.zeros(len(steps.windows))
+        self._begun = np.zeros(len(steps.windows), np.int64)  # epochs
         self._repeats: list[tuple[str, int]] = []
         self._iterator: grain.DatasetIterator | None = None
-        self._steps = self._step_batches()
 
     def describe(self, steps: int) -> list[dict[str, Any]]:
         """For each source its name, `source`, weight, and number of tokens and windows, as JSON.
 
         With a schedule, `weights` has it, and `weight` is the source's part of all sequences of `steps` steps.
         """
-        rows, stages = [], self._order.stages
-        counts = self._order.after(None).counts(steps * self._order.batch_size) if len(stages) > 1 else None
-        for i, (source, windows) in enumerate(zip(self._sources, self._windows, strict=True)):
+        rows, stages = [], self._steps.order.stages
+        counts = self._steps.order.after(None).counts(steps * self._steps.order.batch_size) if len(stages) > 1 else None
+        for i, (source, windows) in enumerate(zip(self._sources, self._steps.windows, strict=True)):
             weight = stages[0][1][i] if counts is None else float(f"{counts[i] / counts.sum():.6g}")
             row = {"name": source.name, "source": redacted(source.config.source), "weight": weight}
             if counts is not None:
                 row["weights"] = [[first, weights[i]] for first, weights in stages]
-            row |= {"tokens": source.tokens("train"), "windows": self._order.windows[i] or None}
+            row |= {"tokens": source.tokens("train"), "windows": self._steps.order.windows[i] or None}
             if isinstance(windows, PackedWindows):
                 row["packing_efficiency"] = round(windows.efficiency, 6)
             rows.append(row)
@@ -165,13 +152,16 @@ class Pipeline:
     def __next__(self) -> Batch:
         try:
             batch, counts = self._take()
-            self._supply.check_now(counts.reached, self._batches + 1)
+            for i, count in enumerate(counts.reached):
+                if count > self._limit(i):
+                    raise self._dry(i, f"step {self._batches + 1}")
         except BaseException:
             self._close_iterator()  # which has gone on: the next call is for the same step
             raise
-        for i in np.flatnonzero(counts.begun > np.maximum(1, self._begun)):
-            self._repeats.append((self._sources[i].name, int(counts.begun[i])))
-        self._begun = np.maximum(counts.begun, self._begun)
+        begun = self._epochs(counts.reached)
+        for i in np.flatnonzero(begun > np.maximum(1, self._begun)):
+            self._repeats.append((self._sources[i].name, int(begun[i])))
+        self._begun = np.maximum(begun, self._begun)
         self._batches += 1
         self._read = self._read + counts.tokens
         self._expected = self._expected + counts.expected
@@ -181,19 +171,11 @@ class Pipeline:
         """The batch of the next step, with its counts."""
         if self._iteration is None:
             return next(self._opened())
-        index = self.batch_index(self._batches)
-        first = self._order.sequence(index)
-        return self._own_part(self._iteration.take(first), first), self._steps.counts(index)
-
-    def _own_part(self, elements: Sequence[Any], first: int) -> Batch:
-        """This process's part of a batch of elements of an `IterDataset`."""
-        mine = self._steps.mine
-        arrays = self._iteration.arrays(elements[mine], first + mine.start)
-        return make_batch(arrays, segments=self._about["segments"], eos_id=self.tokenizer.eos_id)
-
-    def _step_batches(self) -> StepBatches:
-        segments, eos_id = self._about["segments"], self.tokenizer.eos_id
-        return StepBatches(self._windows, self._order, self._supply, self._left_out, self._process, segments, eos_id)
+        index, mine = self.batch_index(self._batches), self._steps.mine
+        first = self._steps.order.sequence(index)
+        arrays = self._iteration.arrays(self._iteration.take(first)[mine], first + mine.start)
+        batch = make_batch(arrays, segments=self._steps.segments, eos_id=self._steps.eos_id)
+        return batch, self._steps.counts(index)
 
     def _opened(self) -> grain.DatasetIterator:
         """Grain's iterator over the steps, from the next one on."""
@@ -206,13 +188,65 @@ class Pipeline:
     # -----------------------------------------------------------------------------------------------------------------
     # Epochs
 
+    def _epochs(self, read: Int64[np.ndarray, " sources"]) -> Int64[np.ndarray, " sources"]:
+        """The epochs that have begun of each source, of which so many windows are read; of endless ones 0."""
+        sizes = np.asarray(self._steps.order.windows)
+        return np.where(sizes > 0, -(-read // np.maximum(sizes, 1)), 0)
+
+    def _limit(self, source: int) -> float:
+        """The windows of a source that a phase may read."""
+        config, windows = self._sources[source].config, self._steps.order.windows[source]
+        if not windows or not config.epochs or config.when_dry == "repeat":
+            return math.inf
+        return math.floor(config.epochs * windows)
+
+    def _dry(self, source: int, when: str) -> DataError:
+        return DataError(
+            f"data source {self._sources[source].name!r} runs dry at {when}: "
+            f"epochs={self._sources[source].config.epochs:g} of its {self._steps.order.windows[source]:,} windows are "
+            f"{self._limit(source):,}. Train for fewer steps, lower its weight, raise its epochs, or set its "
+            "when_dry='repeat'."
+        )
+
     def check_supply(self, steps: int) -> None:
         """`DataError` if a source that may not repeat runs dry before `steps` batches were given."""
-        self._supply.check(self._order, self._batches, self.batch_index(self._batches), steps)
+        done, index, found = self._batches, self.batch_index(self._batches), []
+        for i in range(len(self._sources)):
+            if self._limit(i) < math.inf and steps > done:
+                batch = self._steps.order.first_batch(i, int(self._limit(i)), index + steps - done - 1)
+                found += [] if batch is None else [(batch, i)]
+        if found:
+            batch, source = min(found)
+            raise self._dry(source, f"step {done + 1 + batch - index} of {steps}")
 
     def steps_of(self, epochs: float | Mapping[str, Any]) -> int:
-        """The steps of a phase of so many epochs, as `Supply.steps_of`."""
-        return self._supply.steps_of(self._order, epochs)
+        """The most steps that read no source more than `epochs` times.
+
+        `epochs` is a number, of every source that is not endless, or {name: number}.
+
+        Raises:
+          ConfigError: there is no such source, it is endless or never read so often, or has less than a batch.
+        """
+        sizes = {source.name: size for source, size in zip(self._sources, self._steps.order.windows, strict=True)}
+        finite = [name for name, size in sizes.items() if size]
+        wanted = epochs if isinstance(epochs, Mapping) else dict.fromkeys(finite, epochs)
+        steps = []
+        for name, number in wanted.items():
+            if name not in finite:
+                why = "is endless" if name in sizes else "does not exist"
+                raise ConfigError(f"epochs names the data source {name!r}, which {why}. {did_you_mean(name, finite)}")
+            if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number <= 10**6:
+                raise ConfigError(f"epochs of data source {name!r} is {number!r}; it must be above 0, at most 10^6.")
+            batch = self._steps.order.first_batch(list(sizes).index(name), math.floor(number * sizes[name]), INT32)
+            steps += [] if batch is None else [batch]
+        if not steps:
+            sources = ", ".join(wanted) or "all sources are endless"
+            raise ConfigError(f"epochs={epochs!r} is never reached ({sources}). Set steps, or a higher weight.")
+        if min(steps) < 1:
+            raise ConfigError(
+                f"epochs={epochs!r} of the data is less than a batch of {self._steps.order.batch_size} windows."
+            )
+        return min(steps)
 
     def new_repeats(self) -> list[tuple[str, int]]:
         """(source, epoch from 1) of each epoch but the first that has begun since the last call."""
@@ -236,8 +270,8 @@ class Pipeline:
     def leave_out(self, batches: Sequence[int]) -> None:
         """Passes over batches with these indices, besides those that are left out already."""
         self._close_iterator()
-        self._left_out = tuple(sorted({*self._left_out, *batches}))
-        self._steps = self._step_batches()
+        left_out = tuple(sorted({*self._steps.left_out, *batches}))
+        self._steps = dataclasses.replace(self._steps, left_out=left_out)
 
     def sequences(self, batch: int) -> Iterator[dict[str, Any]]:
         """What is in the global batch of an index, for a person: a record for each sequence.
@@ -247,16 +281,16 @@ class Pipeline:
         and the last document there, from 0; of a window with packed documents, both are lists of each part's. Of an
         `IterDataset`, which has no random access, only the batches given last are known.
         """
-        start = self._order.sequence(batch)
+        start = self._steps.order.sequence(batch)
         if self._iteration is not None:
             elements = self._iteration.peek(start)
             tokens = self._iteration.arrays(elements, start).tokens if elements else ()
             for k, row in enumerate(tokens):
                 yield self._record(batch, k, self._sources[0].name, start + k) | self._text_of(row.tolist())
             return
-        addresses = self._order.addresses(start, start + self._order.batch_size)
+        addresses = self._steps.order.addresses(start, start + self._steps.order.batch_size)
         for k, (i, window) in enumerate(zip(*(part.tolist() for part in addresses), strict=True)):
-            source, windows = self._sources[i], self._windows[i]
+            source, windows = self._sources[i], self._steps.windows[i]
             record = self._record(batch, k, source.name, window)
             if source.prepared is not None:
                 starts, lengths = np.asarray(windows.pieces(window)).T
@@ -264,7 +298,7 @@ class Pipeline:
                 inside = starts if packed else np.asarray([starts[0], starts[0] + lengths[0] - 2])
                 record["first_token"] = starts.tolist() if packed else int(starts[0])
                 record["documents"] = np.searchsorted(ends, inside, side="right").tolist()
-            yield record | self._text_of(windows.tokens(window).tolist())
+            yield record | self._text_of(windows.read(np.asarray([window])).tokens[0].tolist())
 
     def _record(self, batch: int, sequence: int, source: str, window: int) -> dict[str, Any]:
         return {"batch": batch, "sequence": sequence, "source": source, "window": window}
@@ -285,8 +319,8 @@ class Pipeline:
         of each source, with the tokens that were read and expected; `weights` those of the sources, and `place` the
         sequences since they began; `data` describes the data.
         """
-        place = self._order.position(self.batch_index(self._batches))
-        left_out = {"left_out": list(self._left_out)} if self._left_out else {}
+        place = self._steps.order.position(self.batch_index(self._batches))
+        left_out = {"left_out": list(self._steps.left_out)} if self._steps.left_out else {}
         sources = [
             {"name": source.name, "sequences": count, "read_tokens": int(read), "expected_tokens": float(expected)}
             for source, count, read, expected in zip(
@@ -323,26 +357,15 @@ class Pipeline:
         else:
             self._batches = int(state["batches"])
             self._iteration.set_state(state["iterator"], int(state["drawn"]))
-        self._left_out = tuple(sorted(state.get("left_out", ())))
-        index = self._step_batches().batch_index(self._batches)
-        self._leave_out_again(index, saved["batch_size"])
-        self._order = self._order.after(Position(index, int(state["sequences"]), counts, weights, place))
-        self._steps = self._step_batches()
+        steps = dataclasses.replace(self._steps, left_out=tuple(sorted(state.get("left_out", ()))))
+        index = steps.batch_index(self._batches)
+        order = steps.order.after(Position(index, int(state["sequences"]), counts, weights, place))
+        left_out = _renumbered(steps.left_out, index, saved["batch_size"], order.batch_size)
+        self._steps = dataclasses.replace(steps, order=order, left_out=left_out)
         self._read = np.asarray([source["read_tokens"] for source in sources], np.int64)
         self._expected = np.asarray([source["expected_tokens"] for source in sources], np.float64)
-        sizes = self._order.windows
-        self._begun = np.asarray([-(-n // size) if size else 0 for n, size in zip(counts, sizes, strict=True)])
+        self._begun = self._epochs(np.asarray(counts))
         self._repeats = []
-
-    def _leave_out_again(self, index: int, batch_size: int) -> None:
-        """Renumbers batches that are still to be left out, where the batch size was another one."""
-        if batch_size != self._order.batch_size and (ahead := [b for b in self._left_out if b >= index]):
-            again = set()
-            for batch in ahead:
-                first = (batch - index) * batch_size
-                size = self._order.batch_size
-                again |= set(range(index + first // size, index + -(-(first + batch_size) // size)))
-            self._left_out = tuple(sorted({*self._left_out} - {*ahead} | again))
 
     def close(self) -> None:
         """Stops the threads."""
@@ -354,6 +377,16 @@ class Pipeline:
         if self._iterator is not None:
             self._iterator.close()
         self._iterator = None
+
+
+def _renumbered(left_out: tuple[int, ...], index: int, former: int, size: int) -> tuple[int, ...]:
+    """The batches from `index` on that have what is to be left out of batches of the `former` size."""
+    if former == size:
+        return left_out
+    again = {batch for batch in left_out if batch < index}
+    for first in ((batch - index) * former for batch in left_out if batch >= index):
+        again |= set(range(index + first // size, index + -(-(first + former) // size)))
+    return tuple(sorted(again))
 
 
 def _comparable(about: Mapping[str, Any]) -> dict[str, Any]:
@@ -416,7 +449,9 @@ def build_pipeline(
     }
     if isinstance(windows[0], GrainIteration):
         about["iterated"] = True
-    return Pipeline(mixture, windows, order, about, (process_index, process_count), config.workers)
+    process, eos_id = (process_index, process_count), mixture.tokenizer.eos_id
+    steps = StepBatches(tuple(windows), order, (), process, config.segments, eos_id)
+    return Pipeline(mixture, steps, about, config.workers)
 
 
 def _seed32(seed: int, source: int) -> int:

@@ -16,7 +16,7 @@ import struct
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pe_lab.config import SourceConfig, to_json
@@ -33,7 +33,7 @@ from pe_lab.data.shards import (
     read_metadata,
     write_metadata,
 )
-from pe_lab.data.sources import open_source
+from pe_lab.data.sources import DataSource, InputShard, open_source
 from pe_lab.data.tokenizers import Tokenizer, save_tokenizer
 from pe_lab.errors import ConfigError, DataError, UserError, redacted
 from pe_lab.storage import (
@@ -71,9 +71,7 @@ def prepare(
     The hash of a document decides its split, see `Split`. The files are the same, whoever runs the shards.
 
     Args:
-      config: the source.
-      tokenizer: encodes the documents.
-      specification: its name, for the description.
+      specification: the name of the tokenizer, for the description.
       directory: does not exist, or is empty, or this preparation was interrupted.
       validation_fraction: of the documents, held out.
       limit_documents: read only so many, the first ones.
@@ -92,7 +90,25 @@ def prepare(
     if not 0 <= validation_fraction <= 1:
         raise ConfigError(f"validation_fraction={validation_fraction} must lie in [0, 1].")
     filters.check()
-    plan = make_plan(config, tokenizer, specification, validation_fraction, limit_documents, filters)
+    source = open_source(config)
+    shards = source.shards()
+    documents: list[int | None] = [None] * len(shards)
+    if limit_documents is not None:
+        shards, documents = _first_documents(source, limit_documents)
+    plan = PreparationPlan(
+        config,
+        json.loads(json.dumps(source.identity())),
+        tuple(shards),
+        tuple(documents),
+        specification,
+        tokenizer.fingerprint,
+        tokenizer.vocab_size,
+        tokenizer.eos_id,
+        validation_fraction,
+        limit_documents,
+        filters,
+        filters.libraries() | ({"chat_template": chat_fingerprint(tokenizer)} if config.chat else {}),
+    )
     directory = directory if is_remote(directory) else directory.absolute()
     building, alone = building_directory(directory), task[1] == 1
     whole = contextlib.nullcontext if alone else lambda: _writing(directory)  # what one task does for all
@@ -109,23 +125,23 @@ def prepare(
                 if is_file(directory / METADATA_FILE):  # another process was faster
                     return read_metadata(directory)
                 address = _begin(building, plan, tokenizer, directory)
-                mine = range(len(plan.shards))[task[0] :: task[1]]
-                left = set(mine) - finished_shards(building, "shard")
+                mine = dict.fromkeys(range(len(plan.shards))[task[0] :: task[1]], "keep")
+                left = mine.keys() - finished_shards(building, "shard")
             opened = open_plan(address)
             # A task that has done its share writes nothing: the others may end at any moment.
             if alone or left:
                 if filters.duplicates:
-                    _run(opened, address, "fingerprints", mine, executor)
+                    _run(opened, "fingerprints", mine, executor)
                     if left_shards(opened, "fingerprints"):
                         return None
                     with whole():
                         decide_duplicates(opened)
-                _run(opened, address, "shard", mine, executor)
+                _run(opened, "shard", mine, executor)
             if left_shards(opened, "shard"):
                 return finished()
             with whole():
                 if not is_file(directory / METADATA_FILE):
-                    gather(opened, directory, lambda shards: _run(opened, address, "shard", shards, executor, shards))
+                    gather(opened, directory, executor)
         except (UserError, OSError):
             if not alone and (metadata := finished()):  # what this task was about to read is no more
                 return metadata
@@ -168,36 +184,15 @@ def _is_whole(directory: AnyPath) -> bool:
     return is_file(building / METADATA_FILE) and (building != directory or bool(listing(building / WORK)))
 
 
-def make_plan(
-    config: SourceConfig,
-    tokenizer: Tokenizer,
-    specification: str,
-    validation_fraction: float,
-    limit_documents: int | None,
-    filters: Filters,
-) -> PreparationPlan:
-    """The plan of a preparation. With a limit, the first documents of the source are counted."""
-    source = open_source(config)
+def _first_documents(source: DataSource, limit: int) -> tuple[list[InputShard], list[int | None]]:
+    """The shards that have the first documents of a source, and how many of them each has."""
     shards, documents = source.shards(), []
-    for shard in shards if limit_documents is not None else ():
-        left = limit_documents - sum(documents)
+    for shard in shards:
+        left = limit - sum(documents)
         documents.append(sum(1 for _ in itertools.islice(source.read(shard), left)))
         if left == documents[-1]:
             break
-    return PreparationPlan(
-        config,
-        json.loads(json.dumps(source.identity())),
-        tuple(shards[: len(documents)] if limit_documents is not None else shards),
-        tuple(documents) if limit_documents is not None else (None,) * len(shards),
-        specification,
-        tokenizer.fingerprint,
-        tokenizer.vocab_size,
-        tokenizer.eos_id,
-        validation_fraction,
-        limit_documents,
-        filters,
-        filters.libraries() | ({"chat_template": chat_fingerprint(tokenizer)} if config.chat else {}),
-    )
+    return shards[: len(documents)], documents
 
 
 @contextlib.contextmanager
@@ -264,16 +259,9 @@ def _short(value: Any) -> str:
     return shown if len(shown) <= 120 else f"{shown[:117]}..."
 
 
-def _run(
-    opened: OpenPlan,
-    address: PlanAddress,
-    step: str,
-    shards: Collection[int],
-    executor: Executor,
-    endings: Mapping[int, str] | None = None,
-) -> None:
-    """Runs a step for those of the shards for which it is not done yet, and shows the progress."""
-    done = finished_shards(opened.directory, step) & set(shards)
+def _run(opened: OpenPlan, step: str, shards: Mapping[int, str], executor: Executor) -> None:
+    """Runs a step for those of the shards, each with its ending, for which it is not done; shows the progress."""
+    done = finished_shards(opened.directory, step) & shards.keys()
     before = 0  # documents
     for shard in sorted(done) if step == "shard" else ():
         statistics = statistics_of(opened, shard)
@@ -282,7 +270,7 @@ def _run(
             done.discard(shard)
         else:
             before += statistics["read"]
-    left = {shard: (endings or {}).get(shard, "keep") for shard in shards if shard not in done}
+    left = {shard: ending for shard, ending in shards.items() if shard not in done}
     if not left:
         return
     total = opened.count() if step == "shard" and len(shards) == len(opened.plan.shards) else None
@@ -303,7 +291,7 @@ def _run(
             documents, tokens = documents + more_documents, tokens + more_tokens
             show()
 
-        for number in executor(address, step, left, report):
+        for number in executor(opened.address, step, left, report):
             finished += number
             show()
 
@@ -371,13 +359,13 @@ def endings(splits: Sequence[Mapping[str, Any]]) -> dict[int, str]:
     return chosen | dict.fromkeys(at, "cut again") | {at[0]: "cut"}
 
 
-def gather(opened: OpenPlan, directory: AnyPath, again: Callable[[dict[int, str]], None]) -> None:
+def gather(opened: OpenPlan, directory: AnyPath, executor: Executor) -> None:
     """Describes the shards, all of which are written, and puts the directory into its place.
 
     Args:
       opened: the plan, opened.
       directory: where the directory of `opened` is to be.
-      again: prepares some shards again, with another ending each.
+      executor: prepares some shards again, with another ending each.
 
     Raises:
       DataError: no document is left, or a shard is damaged.
@@ -389,7 +377,7 @@ def gather(opened: OpenPlan, directory: AnyPath, again: Callable[[dict[int, str]
     if wanted:  # one split is empty: another pass over the shards of one document
         for shard in wanted:
             remove(opened.file("shard", shard))
-        again(wanted)
+        _run(opened, "shard", wanted, executor)
         statistics, samples = _read_statistics(opened)
     for shard, one in enumerate(statistics):
         if damage := damage_of(opened, one):

@@ -37,7 +37,6 @@ from pe_lab.data.filters import (
     Dropped,
     Filters,
     Fingerprints,
-    fingerprint,
     key_of,
     read_arrays,
     signatures,
@@ -84,28 +83,28 @@ class PreparationPlan:
         """The plan as JSON, for `from_json`."""
         source = {"source": self.source.source, "column": self.source.column, "options": dict(self.source.options)}
         source |= {"template": self.source.template, "chat": self.source.chat}
-        shards = [[shard.name, shard.read] for shard in self.shards]
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {**values, "source": source, "shards": shards, "filters": self.filters.settings()}
+        return {**values, "source": source, "filters": self.filters.settings()}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> PreparationPlan:
         """From `to_json`."""
-        shards = tuple(InputShard(i, name, read) for i, (name, read) in enumerate(content["shards"]))
-        return cls(
-            **{
-                **content,
-                "source": SourceConfig(**content["source"]),
-                "shards": shards,
-                "documents": tuple(content["documents"]),
-                "filters": Filters(**content["filters"]),
-            }
-        )
+        shards, documents = tuple(InputShard(*shard) for shard in content["shards"]), tuple(content["documents"])
+        source, filters = SourceConfig(**content["source"]), Filters(**content["filters"])
+        return cls(**{**content, "source": source, "shards": shards, "documents": documents, "filters": filters})
+
+
+class PlanAddress(NamedTuple):
+    """Where to work: a directory, and the digest of the plan in it. It opens the same everywhere."""
+
+    directory: str
+    plan: str
 
 
 class OpenPlan(NamedTuple):
     """A plan in the directory that it fills, with what it names opened."""
 
+    address: PlanAddress
     directory: AnyPath
     plan: PreparationPlan
     source: DataSource
@@ -131,22 +130,16 @@ class OpenPlan(NamedTuple):
         return sum(limits) if len(limits) == len(self.plan.documents) else self.source.count()
 
 
-class PlanAddress(NamedTuple):
-    """Where to work: a directory, and the digest of the plan in it. It opens the same everywhere."""
-
-    directory: str
-    plan: str
-
-
 @functools.lru_cache(maxsize=2)
 def open_plan(address: PlanAddress) -> OpenPlan:
     """The plan in a directory, opened; workers keep it from shard to shard."""
     directory = storage.path("--out", address.directory)
     plan = PreparationPlan.from_json(read_json(directory / WORK / PLAN_FILE))
-    return OpenPlan(directory, plan, open_source(plan.source), load_saved_tokenizer(directory / TOKENIZER_DIRECTORY))
+    tokenizer = load_saved_tokenizer(directory / TOKENIZER_DIRECTORY)
+    return OpenPlan(address, directory, plan, open_source(plan.source), tokenizer)
 
 
-def fingerprint_shard(opened: OpenPlan, shard: int, report: Report = lambda documents, tokens: None) -> None:
+def fingerprint_shard(opened: OpenPlan, shard: int, report: Report) -> None:
     """Writes the fingerprints of the documents of one shard that no filter of single documents drops."""
     filters = opened.plan.filters
     reasons, hashes, found = bytearray(), bytearray(), []
@@ -156,7 +149,7 @@ def fingerprint_shard(opened: OpenPlan, shard: int, report: Report = lambda docu
             reason = filters.reason(text := text_of(document))
             reasons.append(REASONS.index(reason) + 1 if reason else 0)
             if not reason:
-                hashes += fingerprint(key_of(document))
+                hashes += hashlib.blake2b(key_of(document).encode(), digest_size=16).digest()
                 texts.append(text)
         if filters.near_duplicates:
             found.append(signatures(texts, filters))
@@ -180,7 +173,7 @@ class Split:
     document). Of a corpus of one document the end is held out. With a fraction of 0 nothing is.
     """
 
-    def __init__(self, fraction: float, waits: bool = True):
+    def __init__(self, fraction: float, waits: bool):
         self._fraction, self._waits, self._waiting = fraction, waits, []
         self.side = ""  # the split of all documents so far; "" if there is none
         self.both = self.released = False
@@ -227,10 +220,8 @@ class _Encoded(NamedTuple):
     loss: Bool[np.ndarray, " n"] | None
 
 
-def prepare_shard(
-    opened: OpenPlan, shard: int, report: Report = lambda documents, tokens: None, ending: str = "keep"
-) -> dict[str, Any]:
-    """Writes the token shards of one shard of the corpus, and last its statistics, which are returned.
+def prepare_shard(opened: OpenPlan, shard: int, report: Report, ending: str) -> None:
+    """Writes the token shards of one shard of the corpus, and last its statistics.
 
     Args:
       opened: the plan, opened.
@@ -240,9 +231,8 @@ def prepare_shard(
         them to the other one, `cut` off their end for validation (once in the corpus, in the first shard that has
         them), or `cut` it and drop it, `cut again`. See `Split`.
     """
-    plan, path = opened.plan, opened.file("decisions", shard)
-    decisions = read_arrays(path, Decisions) if plan.filters.duplicates else None
-    dropped = Dropped(shard, plan.shards[shard].name)
+    plan, where = opened.plan, opened.plan.shards[shard].name
+    dropped = Dropped(plan.filters, shard, where)
     writers = {split: _Writer(opened, split, shard) for split in SPLITS}
     content, characters, kept = hashlib.blake2b(digest_size=16), 0, 0
     split = Split(plan.validation_fraction, waits=len(plan.shards) == 1 or ending == "move")
@@ -251,17 +241,15 @@ def prepare_shard(
         for name, item in pairs:
             writers[name].add(item)
 
-    for batch in _batches(_chosen(opened, shard, decisions, dropped), lambda one: len(one[1].text) or 1_000):
-        documents = [document for _, document in batch]
-        where = plan.shards[shard].name
-        encoded = _encode(opened.tokenizer, documents, [f"{where}, document {number}" for number, _ in batch])
-        tokens = 0
-        for (number, document), item in zip(batch, encoded, strict=True):
+    for batch in _batches(_chosen(opened, shard, dropped), lambda one: len(one[1].text) or 1_000):
+        names = [f"{where}, document {number}" for number, _, _ in batch]
+        encoded, tokens = _encode(opened.tokenizer, [document for _, document, _ in batch], names), 0
+        for (number, document, text), item in zip(batch, encoded, strict=True):
             if reason := plan.filters.reason_of_tokens(len(item.ids) - 1):
-                dropped.add(reason, number, text_of(document), lambda item=item: {"tokens": len(item.ids) - 1})
+                dropped.add(reason, number, text, {"tokens": len(item.ids) - 1})
                 continue
             content.update(len(item.key).to_bytes(8, "little") + item.key.encode())
-            characters += len(text_of(document))
+            characters += len(text)
             kept, tokens = kept + 1, tokens + len(item.ids)
             placed = list(split.place(item.key, item))
             if ending.startswith("cut"):
@@ -279,16 +267,15 @@ def prepare_shard(
         "content": content.hexdigest(),
         "read": kept + dropped.counts.total(),
         "dropped": dict(dropped.counts),
-        "samples": dropped.samples(),
+        "samples": dropped.samples,
         "split": {"side": split.side, "both": split.both, "released": split.released, "nearest": split.nearest},
         "ending": ending,
         "shards": {name: [dataclasses.asdict(s) for s in writer.shards] for name, writer in writers.items()},
     }
     write_json(opened.file("shard", shard), statistics)
-    return statistics
 
 
-def run_step(address: PlanAddress, step: str, shard: int, report: Report, ending: str = "keep") -> None:
+def run_step(address: PlanAddress, step: str, shard: int, report: Report, ending: str) -> None:
     """Runs one step of a plan for one shard: `fingerprints`, or `shard`, whose `ending` is given."""
     opened = open_plan(address)
     if step == "fingerprints":
@@ -297,30 +284,23 @@ def run_step(address: PlanAddress, step: str, shard: int, report: Report, ending
         prepare_shard(opened, shard, report, ending)
 
 
-def _chosen(
-    opened: OpenPlan, shard: int, decisions: Decisions | None, dropped: Dropped
-) -> Iterator[tuple[int, Document]]:
-    """Pairs of a number and a document that no filter before the tokenizer drops."""
-    filters = opened.plan.filters
+def _chosen(opened: OpenPlan, shard: int, dropped: Dropped) -> Iterator[tuple[int, Document, str]]:
+    """The number, the document and its text of each that no filter before the tokenizer drops."""
+    filters, decisions = opened.plan.filters, None
+    if filters.duplicates:
+        decisions = read_arrays(opened.file("decisions", shard), Decisions)
     for number, document in enumerate(opened.documents(shard)):
-        if decisions is not None:
-            code = decisions.reason[number]
-            reason, first = REASONS[code - 1] if code else "", int(decisions.first[number])
-        elif filters == Filters():
-            reason, first = "", -1
+        text, first = text_of(document), -1
+        if decisions is None:
+            reason = filters.reason(text)
         else:
-            reason, first = filters.reason(text_of(document)), -1
+            code, first = decisions.reason[number], int(decisions.first[number])
+            reason = REASONS[code - 1] if code else ""
         if not reason:
-            yield number, document
+            yield number, document, text
             continue
-        text = text_of(document)
-
-        def about(reason=reason, first=first, text=text) -> dict[str, Any]:
-            if reason == "language":
-                return dict(zip(("language", "probability"), filters.found_language(text), strict=True))
-            return {"kept": {"shard": first >> 40, "document": first & (2**40 - 1)}} if first >= 0 else {}
-
-        dropped.add(reason, number, text, about)
+        kept = {"shard": first >> 40, "document": first & (2**40 - 1)}
+        dropped.add(reason, number, text, {"kept": kept} if first >= 0 else {})
 
 
 def _batches(items: Iterable[Any], size: Callable[[Any], int]) -> Iterator[list[Any]]:

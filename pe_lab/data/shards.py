@@ -19,17 +19,18 @@ import functools
 import json
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import google_crc32c
 import numpy as np
 from jaxtyping import Bool, Int, Int32, Int64, Integer, UInt, UInt32
 
+from pe_lab.config import from_dict
 from pe_lab.data.tokenizers import Tokenizer, load_saved_tokenizer
-from pe_lab.errors import DataError, excerpt
+from pe_lab.errors import ConfigError, DataError, excerpt
 from pe_lab.storage import AnyPath, is_remote, listing, local_copy, read_json, write_file, write_json
 from pe_lab.storage.manifest import SEAL, Digest, Manifest, crc32c, digest_file, seal_broken, sealed
 
@@ -38,9 +39,11 @@ METADATA_FILE = "metadata.json"
 TOKENIZER_DIRECTORY = "tokenizer"
 SPLITS = ("train", "validation")
 BLOCK_TOKENS = 4096  # of a checksum: 8 or 16 kB
+INT64 = 2**63 - 1
+COUNT = {"bounds": (0, INT64)}  # of what is no negative number
 DTYPES = {"U8": np.uint8, "U16": np.uint16, "U32": np.uint32, "I64": np.int64}
 MOST_HEADER_BYTES = 10_000
-FEW, LONG = 8, 256  # windows that are copied one by one, as NumPy takes more to find them than to copy them
+LONG = 128  # tokens of a piece that is copied by itself, as NumPy takes more to find many than to copy them
 
 
 @dataclass(frozen=True)
@@ -48,9 +51,9 @@ class Shard:
     """One file of tokens."""
 
     file: str
-    tokens: int
-    bytes: int
-    documents: int  # documents that end in it
+    tokens: int = field(metadata={"bounds": (1, INT64)})
+    bytes: int = field(metadata=COUNT)
+    documents: int = field(metadata=COUNT)  # that end in it
     crc32c: str  # of the file
     index_crc32c: str  # of the file without `tokens`
 
@@ -61,17 +64,17 @@ class Metadata:
 
     source: str
     column: str
-    identity: Any  # `DataSource.identity` at that time
+    identity: Mapping[str, Any]  # `DataSource.identity` at that time
     tokenizer: str  # its specification
     tokenizer_fingerprint: str
-    vocab_size: int
-    eos_id: int
-    dtype: str  # "uint16" | "uint32"
-    validation_fraction: float
+    vocab_size: int = field(metadata=COUNT)
+    eos_id: int = field(metadata=COUNT)
+    dtype: Literal["uint16", "uint32"]
+    validation_fraction: float = field(metadata={"bounds": (0, 1)})
     limit_documents: int | None
     documents: Mapping[str, int]  # per split
     tokens: Mapping[str, int]  # per split, with EOS
-    characters: int
+    characters: int = field(metadata=COUNT)
     content: str  # a hash of every document that was kept, in order, and of the filters
     shards: Mapping[str, tuple[Shard, ...]]  # per split
     python: str
@@ -96,47 +99,27 @@ def read_metadata(directory: AnyPath) -> Metadata:
     if seal_broken(content):
         raise DataError(f"{path} is damaged: it does not have the content that was written. {advice}")
     try:
-        shards = {split: tuple(Shard(**s) for s in content["shards"][split]) for split in SPLITS}
-        metadata = Metadata(**{key: item for key, item in content.items() if key != SEAL} | {"shards": shards})
-        defect = _defect(metadata)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{path} is damaged: {str(error).splitlines()[0]}. {advice}") from error
-    if defect:
-        raise DataError(f"{path} is damaged: {defect}. {advice}")
+        del content[SEAL]
+        shards = {split: tuple(from_dict(Shard, s, "a shard") for s in content["shards"][split]) for split in SPLITS}
+        metadata = from_dict(Metadata, content | {"shards": shards}, "it")
+        _check_counts(metadata)
+    except (ConfigError, KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"{path} is damaged: {excerpt(str(error).splitlines()[0], 300).rstrip('.')}. {advice}"
+        ) from error
     return metadata
 
 
-def _defect(metadata: Metadata) -> str:
-    """The key of a description that has another type, or contradicts another key; "" if there is none."""
-
-    def wrong(value: Any, kind: type) -> bool:
-        return not isinstance(value, kind) or isinstance(value, bool) or (kind is int and not 0 <= value < 2**62)
-
-    shards = [shard for split in SPLITS for shard in metadata.shards[split]]
-    strings = ("source", "column", "template", "chat", "tokenizer", "tokenizer_fingerprint", "content", "python")
-    typed = {str: strings, dict: ("filters", "dropped"), int: ("vocab_size", "eos_id", "characters")}
-    for kind, names in typed.items():
-        for name in names:
-            if wrong(getattr(metadata, name), kind):
-                return name
-    for counts in (metadata.documents, metadata.tokens):
-        if any(wrong(counts[split], int) for split in SPLITS):
-            return "documents or tokens"
-    for shard in shards:
-        numbers, texts = (shard.tokens, shard.bytes, shard.documents), (shard.file, shard.crc32c, shard.index_crc32c)
-        if any(wrong(n, int) for n in numbers) or any(wrong(text, str) for text in texts):
-            return f"the shard {excerpt(repr(shard.file), 60)}"
-        if not re.fullmatch(r"[\w.-]{1,100}", shard.file) or not 0 < shard.tokens <= shard.bytes:
-            return f"the shard {excerpt(repr(shard.file), 60)}"
+def _check_counts(metadata: Metadata) -> None:
+    """`ValueError` for a description that contradicts itself."""
     for split in SPLITS:
-        if metadata.tokens[split] != sum(shard.tokens for shard in metadata.shards[split]):
-            return f"the tokens of {split} are not those of its shards"
-    fraction = metadata.validation_fraction
-    if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
-        return "validation_fraction"
-    if metadata.dtype not in ("uint16", "uint32"):
-        return "dtype"
-    return "" if metadata.limit_documents is None or not wrong(metadata.limit_documents, int) else "limit_documents"
+        shards = metadata.shards[split]
+        for shard in shards:
+            if not re.fullmatch(r"[\w.-]{1,100}", shard.file) or not shard.tokens <= shard.bytes:
+                raise ValueError(f"the shard {excerpt(repr(shard.file), 60)}")
+        counts = (metadata.documents[split], metadata.tokens[split])
+        if counts != (sum(shard.documents for shard in shards), sum(shard.tokens for shard in shards)):
+            raise ValueError(f"the documents or tokens of {split} are not those of its shards")
 
 
 def manifest_of_prepared(metadata: Metadata) -> Manifest:
@@ -233,29 +216,26 @@ class TokenStream:
 
     def gather(self, starts: Int[np.ndarray, " n"], length: int) -> UInt[np.ndarray, "n length"]:
         """The `length` tokens from each start; all must lie inside the stream."""
-        starts = np.asarray(starts, np.int64)
-        found = np.empty((len(starts), length), self._dtype)
-        for number, mine, inside in self._by_shard(starts, length):
-            if number is None:  # they begin in one shard and end in another one
-                for i in mine.tolist():
-                    found[i] = self.read(int(starts[i]), int(starts[i]) + length)
-            elif len(mine) < FEW or length >= LONG:
-                tokens = self._mapped(number).tokens
-                for i, start in zip(mine.tolist(), inside.tolist(), strict=True):
-                    found[i] = tokens[start : start + length]
-            else:
-                found[mine] = np.lib.stride_tricks.sliding_window_view(self._mapped(number).tokens, length)[inside]
-        return found
+        return self.gather_pieces(starts, np.full(len(starts), length)).reshape(len(starts), length)
+
+    def read(self, start: int, stop: int) -> UInt[np.ndarray, " n"]:
+        """The tokens start..stop - 1, in the stored dtype."""
+        stop = min(stop, self.tokens)
+        some = np.arange(start < stop)  # none or one
+        return self.gather_pieces(start + some, stop - start + some)
 
     def gather_pieces(
         self, starts: Int[np.ndarray, " n"], lengths: Int[np.ndarray, " n"]
     ) -> UInt[np.ndarray, " tokens"]:
-        """The tokens of pieces of documents, one after another. A document is in one shard."""
-        starts, lengths = np.asarray(starts, np.int64), np.asarray(lengths, np.int64)
+        """The tokens of pieces of the stream, one piece after another."""
+        shard, starts, lengths = self._in_shards(np.asarray(starts, np.int64), np.asarray(lengths, np.int64))
         stops = np.cumsum(lengths)
         found = np.empty(int(lengths.sum()), self._dtype)
-        for number, mine, inside in self._by_shard(starts, lengths):
-            tokens, each = self._mapped(number).tokens, lengths[mine]
+        for number in np.unique(shard).tolist():
+            mine = np.flatnonzero(shard == number)
+            inside, each = starts[mine] - self._first[number], lengths[mine]
+            self._verify(number, inside, inside + each)
+            tokens = self._mapped(number).tokens
             if each.sum() < LONG * len(mine):
                 first, within = np.cumsum(each) - each, np.arange(int(each.sum()))
                 found[np.repeat((stops[mine] - each) - first, each) + within] = tokens[
@@ -266,37 +246,19 @@ class TokenStream:
                 found[stop - length : stop] = tokens[start : start + length]
         return found
 
-    def _by_shard(
-        self, starts: Int64[np.ndarray, " n"], lengths: Int64[np.ndarray, " n"] | int
-    ) -> Iterator[tuple[int | None, Int64[np.ndarray, " m"], Int64[np.ndarray, " m"]]]:
-        """(shard, which ranges are in it, their starts there), verified; (None, ...) of ranges in several shards."""
-        if not len(starts):
-            return
-        lengths = np.broadcast_to(lengths, starts.shape)
-        shard = np.searchsorted(self._first, starts, side="right") - 1
-        shard[starts + lengths > self._first[shard + 1]] = len(self._shards)
-        order = np.argsort(shard, kind="stable")
-        numbers, first = np.unique(shard[order], return_index=True)
-        for number, mine in zip(numbers.tolist(), np.split(order, first[1:]), strict=True):
-            if number == len(self._shards):
-                yield None, mine, starts[mine]
-                continue
-            inside = starts[mine] - self._first[number]
-            self._verify(number, inside, inside + lengths[mine])
-            yield number, mine, inside
-
-    def read(self, start: int, stop: int) -> UInt[np.ndarray, " n"]:
-        """The tokens start..stop - 1, in the stored dtype."""
-        stop = min(stop, self.tokens)
-        if stop <= start:
-            return np.zeros(0, self._dtype)
-        parts = []
-        for number in range(*self._shards_of(start, stop)):
-            first = int(self._first[number])
-            inside = max(start - first, 0), min(stop - first, self._shards[number].tokens)
-            self._verify(number, *(np.asarray([place]) for place in inside))
-            parts.append(self._mapped(number).tokens[slice(*inside)])
-        return np.concatenate(parts)
+    def _in_shards(
+        self, starts: Int64[np.ndarray, " n"], lengths: Int64[np.ndarray, " n"]
+    ) -> tuple[Int64[np.ndarray, " m"], Int64[np.ndarray, " m"], Int64[np.ndarray, " m"]]:
+        """Pieces that are cut where a shard ends: the shard of each, its start in the stream and its length."""
+        stops = starts + lengths
+        first = np.searchsorted(self._first, starts, side="right") - 1
+        shards = np.searchsorted(self._first, stops) - first  # that have a part of each piece
+        if (shards == 1).all():
+            return first, starts, lengths
+        which = np.repeat(np.arange(len(starts)), shards)
+        shard = np.arange(len(which)) + (first - (np.cumsum(shards) - shards))[which]
+        starts, stops = np.maximum(starts[which], self._first[shard]), np.minimum(stops[which], self._first[shard + 1])
+        return shard, starts, stops - starts
 
     @functools.cached_property
     def ends(self) -> Int64[np.ndarray, " documents"]:
@@ -304,25 +266,16 @@ class TokenStream:
         parts = [self._mapped(i).ends + self._first[i] for i in range(len(self._shards))]
         return np.concatenate([np.zeros(0, np.int64), *parts])
 
-    def loss(self, starts: Int[np.ndarray, " n"], length: int) -> Bool[np.ndarray, "n length"]:
-        """Whether each of the `length` tokens from each start counts as a target."""
-        return self.loss_of((np.asarray(starts, np.int64)[:, None] + np.arange(length)).ravel()).reshape(-1, length)
-
-    def loss_of(self, places: Int64[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
-        """Whether each of some tokens counts as a target."""
-        found = np.ones(len(places), bool)
+    def loss(self, places: Int64[np.ndarray, "*shape"]) -> Bool[np.ndarray, "*shape"]:
+        """Whether each of the tokens at some places counts as a target."""
+        found = np.ones(places.shape, bool)
         shard = np.searchsorted(self._first, places, side="right") - 1
         for number in np.unique(shard).tolist():
             if (bits := self._mapped(number).loss) is not None:
-                mine = np.flatnonzero(shard == number)
+                mine = shard == number
                 inside = places[mine] - self._first[number]
                 found[mine] = bits[inside >> 3] >> (inside & 7).astype(np.uint8) & 1
         return found
-
-    def _shards_of(self, start: int, stop: int) -> tuple[int, int]:
-        """The first shard that has tokens of start..stop - 1, and the one after the last."""
-        first, last = np.searchsorted(self._first, [start, stop - 1], side="right")
-        return int(first) - 1, int(last)
 
     def _verify(self, number: int, starts: Int64[np.ndarray, " n"], stops: Int64[np.ndarray, " n"]) -> None:
         """Compares the blocks of a shard that have the tokens of some ranges with their checksums."""
@@ -350,7 +303,8 @@ class TokenStream:
         shard = self._shards[number]
         try:
             path = self._directory / shard.file
-            content = np.memmap(self._fetch(shard) if is_remote(path) else path, np.uint8, mode="r")
+            mapped = np.memmap(self._fetch(shard) if is_remote(path) else path, np.uint8, mode="r")
+            content = np.asarray(mapped)  # whose slices are made faster
             if index_crc32c(content) != shard.index_crc32c:
                 raise ValueError("it is not the file that was written")
             tensors = {

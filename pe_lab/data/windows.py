@@ -18,8 +18,8 @@ class WindowArrays(NamedTuple):
     """Windows of W = T + 1 tokens, as `make_batch` takes them."""
 
     tokens: Integer[np.ndarray, "n W"]
-    weights: Float32[np.ndarray, "n T"]  # of the targets, tokens[:, 1:]
-    documents: Int32[np.ndarray, "n W"] | None = None  # of each token; None: they end with EOS
+    weights: Float32[np.ndarray, "n T"]  # of the targets, tokens[:, 1:]; 0 where one does not count
+    documents: Int32[np.ndarray, "n W"] | None = None  # of each token, from 1; None: they end with EOS
     positions: Int32[np.ndarray, "n W"] | None = None  # of each token; None: from 0 in each document
 
 
@@ -33,17 +33,9 @@ class Windows:
     def __len__(self) -> int:
         raise NotImplementedError
 
-    def read(self, indices: Int[np.ndarray, " n"]) -> tuple[Integer[np.ndarray, "n W"], Float32[np.ndarray, "n T"]]:
-        """Windows and loss weights: 0 where the target does not count."""
+    def read(self, indices: Int[np.ndarray, " n"], segments: bool = False) -> WindowArrays:
+        """Some windows; `segments`: with the documents of the tokens, where EOS does not tell them."""
         raise NotImplementedError
-
-    def read_documents(self, indices: Int[np.ndarray, " n"]) -> WindowArrays:
-        """`read`, and the documents of the tokens."""
-        return WindowArrays(*self.read(indices))
-
-    def tokens(self, index: int) -> Integer[np.ndarray, " W"]:
-        """The tokens of a window."""
-        return self.read(np.asarray([index]))[0][0]
 
     def input_tokens(self, indices: Int[np.ndarray, " n"]) -> int:
         """The number of input tokens of some windows that are no padding."""
@@ -68,17 +60,13 @@ class TokenWindows(Windows):
     def __len__(self) -> int:
         return max(0, (self._stream.tokens - 1) // self.length)
 
-    def read(self, indices: Int[np.ndarray, " n"]) -> tuple[Integer[np.ndarray, "n W"], Float32[np.ndarray, "n T"]]:
-        """Windows and loss weights: 0 where the target does not count, else 1."""
+    def read(self, indices: Int[np.ndarray, " n"], segments: bool = False) -> WindowArrays:
         starts = np.asarray(indices, np.int64) * self.length
         weights = np.ones((len(starts), self.length), np.float32)
         if self._stream.has_loss:
-            weights[:] = self._stream.loss(starts + 1, self.length)
-        return self._stream.gather(starts, self.length + 1), weights
-
-    def read_documents(self, indices: Int[np.ndarray, " n"]) -> WindowArrays:
-        starts = np.asarray(indices, np.int64) * self.length
-        return WindowArrays(*self.read(indices), documents_of_chats(self._stream, starts, self.length + 1))
+            weights[:] = self._stream.loss(starts[:, None] + np.arange(1, self.length + 1))
+        documents = documents_of_chats(self._stream, starts, self.length + 1) if segments else None
+        return WindowArrays(self._stream.gather(starts, self.length + 1), weights, documents)
 
     def pieces(self, index: int) -> list[tuple[int, int]]:
         """(first token in the split, number of tokens) of each contiguous part of a window."""
@@ -95,14 +83,8 @@ class PackedWindows(Windows):
     def __len__(self) -> int:
         return len(self._plan)
 
-    def read(self, indices: Int[np.ndarray, " n"]) -> tuple[Integer[np.ndarray, "n W"], Float32[np.ndarray, "n T"]]:
-        return self.read_documents(indices)[:2]
-
-    def read_documents(self, indices: Int[np.ndarray, " n"]) -> WindowArrays:
-        """Windows, loss weights, and the number of each token's document in its window, from 1; padding is the last.
-
-        The weight is 0 where the target is of another document, or does not count.
-        """
+    def read(self, indices: Int[np.ndarray, " n"], segments: bool = True) -> WindowArrays:
+        """The windows with their documents, of which padding is the last."""
         which, _, starts, lengths = self._plan.pieces(indices, self._stream.ends)
         shape = (len(indices), self._plan.window)
         tokens, documents = np.full(shape, self._eos_id, np.int32), np.zeros(shape, np.int32)
@@ -118,7 +100,7 @@ class PackedWindows(Windows):
         documents[~filled] = np.repeat(in_window + 1, shape[1] - used)
         counted = np.ones(int(used.sum()), bool)
         if self._stream.has_loss:
-            counted = self._stream.loss_of(np.repeat(starts - before, lengths) + np.arange(len(counted)))
+            counted = self._stream.loss(np.repeat(starts - before, lengths) + np.arange(len(counted)))
         counted[before] = False  # the first token of a piece is no target
         targets[filled] = counted
         return WindowArrays(tokens, targets[:, 1:], documents)
@@ -147,30 +129,14 @@ def gather_batch(
     parts = []
     for i in np.unique(source).tolist():
         mine = np.flatnonzero(source == i)
-        of_source = windows[i]
-        arrays = of_source.read_documents(window[mine]) if segments else WindowArrays(*of_source.read(window[mine]))
-        parts.append((mine, arrays))
-    arrays = parts[0][1] if len(parts) == 1 else _joined(parts, windows[0].length + 1, eos_id)
-    return make_batch(arrays, segments=segments, eos_id=eos_id)
-
-
-def _joined(parts: Sequence[tuple[Int64[np.ndarray, " _"], WindowArrays]], size: int, eos_id: int) -> WindowArrays:
-    """The windows of several sources, each at its places."""
-    shape = (sum(len(mine) for mine, _ in parts), size)
-    tokens, weights = np.empty(shape, np.int32), np.empty((shape[0], size - 1), np.float32)
-    has_documents = any(arrays.documents is not None for _, arrays in parts)
-    has_positions = any(arrays.positions is not None for _, arrays in parts)
-    documents = np.empty(shape, np.int32) if has_documents else None
-    positions = np.empty(shape, np.int32) if has_positions else None
-    for mine, arrays in parts:
-        tokens[mine], weights[mine] = arrays.tokens, arrays.weights
-        if documents is None:
-            continue
-        found = documents_of(arrays.tokens, eos_id) if arrays.documents is None else arrays.documents
-        documents[mine] = found
-        if positions is not None:
-            positions[mine] = positions_of(found) if arrays.positions is None else arrays.positions
-    return WindowArrays(tokens, weights, documents, positions)
+        parts.append((mine, make_batch(windows[i].read(window[mine], segments), segments=segments, eos_id=eos_id)))
+    if len(parts) == 1:
+        return parts[0][1]
+    batch = {name: np.empty((len(source), array.shape[1]), array.dtype) for name, array in parts[0][1].items()}
+    for mine, part in parts:
+        for name in batch:
+            batch[name][mine] = part[name]
+    return batch
 
 
 def make_batch(arrays: WindowArrays, *, segments: bool, eos_id: int) -> Batch:

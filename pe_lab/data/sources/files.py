@@ -9,7 +9,7 @@ import hashlib
 import io
 import itertools
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pe_lab.data.sources.records import Records
@@ -18,7 +18,6 @@ from pe_lab.errors import ConfigError, DataError, UserError, redacted, resource
 from pe_lab.storage import InputFile, json_object, open_file
 
 COMPRESSED = (".gz", ".zst")
-TEXT_BYTES = 2**24  # of a document from a file of text
 LINE_BYTES = 2**20  # in which a line ends, or the document ends within it
 MOST_LINE_BYTES = 2**27  # of a record of JSON lines
 BATCH_ROWS = 2048  # that are read at once, at most
@@ -45,30 +44,30 @@ class Part(NamedTuple):
 class Files(DataSource):
     """The files of a source. A shard is a list of parts of files."""
 
+    part_bytes = SHARD_BYTES  # at most
+    rows: int | None = None  # of all files, where a catalogue tells them
+    about: Mapping[str, Any] = {}  # what else the identity has
+
     def __init__(self, name: str, files: Sequence[InputFile], records: Records):
         self.name, self._files, self._records = name, files, records
 
     def splits(self, name: str) -> bool:
         """Whether a part of a file can be read by itself."""
-        return False
-
-    def part_bytes(self) -> int:
-        """The bytes of a part, at most."""
-        return SHARD_BYTES
+        return not name.endswith(COMPRESSED)
 
     def shards(self) -> list[InputShard]:
         parts = [
             Part(file.name, file.size, start, stop)
             for file in self._files
             for start, stop in (
-                split_evenly(file.size, self.part_bytes()) if self.splits(file.name) else [(0, file.size)]
+                split_evenly(file.size, self.part_bytes) if self.splits(file.name) else [(0, file.size)]
             )
         ]
         shards = []
         sizes = (part.stop - part.start if part.size >= 0 else SHARD_BYTES for part in parts)
         for first, after in grouped(sizes, SHARD_BYTES):
             name = str(parts[first]) + (f" to {parts[after - 1]}" if after - first > 1 else "")
-            shards.append(InputShard(len(shards), name, {"parts": [list(part) for part in parts[first:after]]}))
+            shards.append(InputShard(name, {"parts": [list(part) for part in parts[first:after]]}))
         return shards
 
     def read(self, shard: InputShard) -> Iterator[Document]:
@@ -80,14 +79,14 @@ class Files(DataSource):
         raise NotImplementedError
 
     def count(self) -> int | None:
-        return None
+        return self.rows
 
     def identity(self) -> Any:
         named = [(resource(file.name), file.size, file.version) for file in self._files]
         files = [one if one[2] else one[:2] for one in named]
         digest = hashlib.blake2b(repr(files).encode(), digest_size=8).hexdigest()
         total = {"files": len(files), "bytes": sum(file.size for file in self._files), "names_and_sizes": digest}
-        return {**total, **self._records.identity()}
+        return {**total, **self._records.identity(), **self.about}
 
 
 @contextlib.contextmanager
@@ -144,15 +143,11 @@ def _opened(part: Part) -> Iterator[Any]:
 class TextFiles(Files):
     """UTF-8 files, also compressed (.gz, .zst), one document each, without the byte order mark at their beginning.
 
-    A file of more than `TEXT_BYTES` is several documents of nearly equal size, which end at line ends; where no line
+    A file of more than `part_bytes` is several documents of nearly equal size, which end at line ends; where no line
     ends within `LINE_BYTES`, at a character. So a file is never in memory as a whole.
     """
 
-    def splits(self, name: str) -> bool:
-        return not name.endswith(COMPRESSED)
-
-    def part_bytes(self) -> int:
-        return TEXT_BYTES
+    part_bytes = 2**24  # of a document
 
     def read_part(self, part: Part) -> Iterator[Document]:
         with _opened(part) as file:
@@ -174,12 +169,12 @@ class TextFiles(Files):
 
     def _streamed(self, file: Any, name: str) -> Iterator[Document]:
         """The documents of a file whose size is not known before it is read."""
-        begins, rest = 0, b""
-        while content := file.read(TEXT_BYTES + LINE_BYTES - len(rest)):
+        begins, rest, most = 0, b"", self.part_bytes
+        while content := file.read(most + LINE_BYTES - len(rest)):
             rest += content
-            if len(rest) < TEXT_BYTES + LINE_BYTES:
+            if len(rest) < most + LINE_BYTES:
                 continue
-            cut = rest.find(b"\n", TEXT_BYTES - 1) + 1 or TEXT_BYTES + _character(rest[TEXT_BYTES : TEXT_BYTES + 4])
+            cut = rest.find(b"\n", most - 1) + 1 or most + _character(rest[most : most + 4])
             yield Document(self._text(rest[:cut], name, begins))
             begins, rest = begins + cut, rest[cut:]
         if text := self._text(rest, name, begins):
@@ -196,7 +191,7 @@ class TextFiles(Files):
     def count(self) -> int | None:
         if any(file.size < 0 or not self.splits(file.name) for file in self._files):
             return None
-        return sum(len(split_evenly(file.size, TEXT_BYTES)) for file in self._files)
+        return sum(len(split_evenly(file.size, self.part_bytes)) for file in self._files)
 
 
 def _character(content: bytes) -> int:
@@ -206,9 +201,6 @@ def _character(content: bytes) -> int:
 
 class JsonLines(Files):
     """Files of JSON lines, also compressed (.gz, .zst), one document per line."""
-
-    def splits(self, name: str) -> bool:
-        return not name.endswith(COMPRESSED)
 
     def read_part(self, part: Part) -> Iterator[Document]:
         to_the_end = part.size < 0 or not self.splits(part.name)
@@ -290,8 +282,9 @@ class ParquetFiles(_Columns):
                 row += batch.num_rows
 
     def count(self) -> int | None:
-        if len(self._files) > MOST_COUNTED and any("://" in file.name for file in self._files):
-            return None
+        many = len(self._files) > MOST_COUNTED and any("://" in file.name for file in self._files)
+        if self.rows is not None or many:
+            return self.rows
         total = 0
         for file in self._files:
             with self._open(file.name, file.size) as opened:

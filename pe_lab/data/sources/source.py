@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 SHARD_BYTES = 48 * 2**20  # of input, about, in one shard
@@ -17,11 +16,9 @@ class Document(NamedTuple):
     messages: tuple[Mapping[str, str], ...] | None = None  # {"role": ..., "content": ...}
 
 
-@dataclass(frozen=True)
-class InputShard:
+class InputShard(NamedTuple):
     """A part of a corpus. With the source's config, it is all that another machine needs to read it."""
 
-    index: int
     name: str  # for people
     read: Mapping[str, Any]  # JSON, which the kind of source defines
 
@@ -45,6 +42,7 @@ class DataSource(Protocol):
 
     def count(self) -> int | None:
         """The number of documents; None if it is not known without reading them."""
+        return None
 
     def identity(self) -> Any:
         """JSON that changes with the corpus (file names and sizes, versions), as a key of the cache."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import sysconfig
@@ -14,15 +15,7 @@ from pe_lab.data.sources.source import DataSource, Document, InputShard, grouped
 from pe_lab.errors import DataError
 
 SHARD_BYTES = 2 * 2**20  # of modules in a shard: the whole corpus has 10 MB, and each core gets a part of it
-SKIPPED_DIRECTORIES = {
-    "test",
-    "tests",
-    "idle_test",
-    "site-packages",
-    "dist-packages",
-    "__pycache__",
-    "lib-dynload",
-}
+SKIPPED_DIRECTORIES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib-dynload"}
 
 
 class StandardLibrary(DataSource):
@@ -51,9 +44,11 @@ class StandardLibrary(DataSource):
     def shards(self) -> list[InputShard]:
         names = [path.relative_to(self._root).as_posix() for path in self._files]
         ranges = grouped((path.stat().st_size for path in self._files), SHARD_BYTES)
-        reads = [(f"modules {names[a]} to {names[b - 1]}", {"modules": names[a:b], "topics": False}) for a, b in ranges]
-        reads.append(("help topics", {"modules": [], "topics": True}))
-        return [InputShard(index, name, read) for index, (name, read) in enumerate(reads)]
+        modules = [
+            InputShard(f"modules {names[a]} to {names[b - 1]}", {"modules": names[a:b], "topics": False})
+            for a, b in ranges
+        ]
+        return [*modules, InputShard("help topics", {"modules": [], "topics": True})]
 
     def read(self, shard: InputShard) -> Iterator[Document]:
         for name in shard.read["modules"]:
@@ -65,18 +60,10 @@ class StandardLibrary(DataSource):
             if text.strip():
                 yield Document(text)
         if shard.read["topics"]:
-            yield from self._topics()
+            with contextlib.suppress(ImportError):
+                from pydoc_data.topics import topics
 
-    def _topics(self) -> Iterator[Document]:
-        try:
-            from pydoc_data.topics import topics
-        except ImportError:
-            return
-        for name in sorted(topics):
-            yield Document(topics[name])
-
-    def count(self) -> int | None:
-        return None
+                yield from (Document(topics[name]) for name in sorted(topics))
 
     def identity(self) -> Any:
         return {

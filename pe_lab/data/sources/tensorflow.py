@@ -55,12 +55,10 @@ class TensorFlowDataset(DataSource):
 
     def shards(self) -> list[InputShard]:
         examples = len(self._data)
-        example_bytes = max(1, int(self._builder.info.dataset_size) // max(1, self._all_examples()))
+        all_examples = sum(split.num_examples for split in self._builder.info.splits.values())
+        example_bytes = max(1, int(self._builder.info.dataset_size) // max(1, all_examples))
         ranges = split_evenly(examples, max(1, SHARD_BYTES // example_bytes))
-        return [InputShard(i, f"examples {a} to {b - 1}", {"examples": [a, b]}) for i, (a, b) in enumerate(ranges)]
-
-    def _all_examples(self) -> int:
-        return sum(split.num_examples for split in self._builder.info.splits.values())
+        return [InputShard(f"examples {a} to {b - 1}", {"examples": [a, b]}) for a, b in ranges]
 
     def read(self, shard: InputShard) -> Iterator[Document]:
         for index in range(*shard.read["examples"]):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import datetime
 import functools
-import importlib.util
 import json
 import os
 import secrets
@@ -40,14 +39,13 @@ def render(template: str, values: Mapping[str, Any]) -> tuple[str, list[tuple[in
       TemplateFails: it fails, or does not end within the bounds.
     """
     with _lock:
-        return _renderer().render(template, values)
+        return _renderer(os.getpid()).render(template, values)
 
 
 class _Renderer:
     """The process, which renders one chat after another."""
 
     def __init__(self) -> None:
-        self.owner = os.getpid()
         # Interruptions from the keyboard are for the parent alone. -P: the files beside this one are no modules.
         self._process = subprocess.Popen(
             [sys.executable, "-P", __file__],
@@ -86,25 +84,18 @@ class _Renderer:
     def close(self) -> None:
         self._process.kill()
         self._process.communicate()
-        _renderers.clear()
+        _renderer.cache_clear()
 
 
 _lock = threading.Lock()
-_renderers: list[_Renderer] = []
 
 
-def _renderer() -> _Renderer:
-    if _renderers and _renderers[0].owner != os.getpid():  # of the parent, before a fork
-        _renderers.clear()
-    if not _renderers:
-        _renderers.append(_Renderer())
-        atexit.register(_renderers[0].close)
-    return _renderers[0]
-
-
-def has_jinja() -> bool:
-    """Whether templates can be rendered."""
-    return importlib.util.find_spec("jinja2") is not None
+@functools.lru_cache(1)
+def _renderer(process: int) -> _Renderer:
+    """The renderer of a process, which after a fork is not that of its parent."""
+    made = _Renderer()
+    atexit.register(made.close)
+    return made
 
 
 def _day(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pe_lab.data.tokenizers.chat_templates import TemplateFails, has_jinja, render
+from pe_lab.data.tokenizers.chat_templates import TemplateFails, render
 from pe_lab.errors import DataError, UnsupportedError
 from pe_lab.storage import json_object
 
@@ -157,21 +158,29 @@ class Companions:
             raise DataError(f"{GENERATION} beside {self.where}: eos_token_id is {listed}, not token ids.")
         return tuple(dict.fromkeys([eos_id, *listed]))
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, **variables: Any) -> str:
-        """The messages as one prompt, by the chat template, rendered as transformers renders it.
-
-        Raises:
-          UnsupportedError: there is no template.
-          DataError: the template does not accept the messages.
-        """
-        return self.marked_chat(messages, add_generation_prompt, **variables)[0]
-
     def marked_chat(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, **variables: Any
     ) -> tuple[str, list[tuple[int, int]] | None]:
-        """`chat`, and the characters [start, stop) in each `{% generation %}`; None if the template has none."""
-        values = {**self.named, **variables, "add_generation_prompt": add_generation_prompt}
-        return render_marked(self.template, messages, values, self.where)
+        """The messages as one prompt, by the chat template, rendered in a sandbox as transformers renders it.
+
+        Also the characters [start, stop) in each `{% generation %}`; None if the template has no such block.
+
+        Raises:
+          UnsupportedError: there is no template, or jinja2 is not installed.
+          DataError: a message has no role, or the template refuses the messages.
+        """
+        template = self.template
+        if importlib.util.find_spec("jinja2") is None:
+            raise UnsupportedError("A chat template needs jinja2. Install it: pip install 'pe-lab[chat]'")
+        for i, message in enumerate(messages):
+            if not isinstance(message, Mapping) or "role" not in message:
+                raise DataError(f"Message {i} of the chat is {message!r}: each is {{'role': ..., 'content': ...}}.")
+        defaults = {"tools": None, "documents": None, **self.named}
+        values = {**defaults, **variables, "add_generation_prompt": add_generation_prompt, "messages": list(messages)}
+        try:
+            return render(template, values)
+        except TemplateFails as error:
+            raise DataError(f"The chat template of {self.where} does not accept these messages: {error}") from None
 
     @cached_property
     def template(self) -> str:
@@ -199,25 +208,3 @@ class Companions:
                 f"as plain text, or put a {CHAT_TEMPLATE} beside it."
             )
         return template
-
-
-def render_marked(
-    template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], where: str
-) -> tuple[str, list[tuple[int, int]] | None]:
-    """The messages rendered by a Jinja chat template, in a sandbox, with the functions that transformers provides.
-
-    Also the characters [start, stop) in each `{% generation %}`; None if there is no such block.
-
-    Raises:
-      UnsupportedError: jinja2 is not installed.
-      DataError: a message has no role, or the template refuses the messages.
-    """
-    if not has_jinja():
-        raise UnsupportedError("A chat template needs jinja2. Install it: pip install 'pe-lab[chat]'")
-    for i, message in enumerate(messages):
-        if not isinstance(message, Mapping) or "role" not in message:
-            raise DataError(f"Message {i} of the chat is {message!r}: each is {{'role': ..., 'content': ...}}.")
-    try:
-        return render(template, {"tools": None, "documents": None, **variables, "messages": list(messages)})
-    except TemplateFails as error:
-        raise DataError(f"The chat template of {where} does not accept these messages: {error}") from None

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, SupportsIndex
 
 import numpy as np
 from jaxtyping import Bool, Int32
@@ -43,13 +43,6 @@ def _explained(what: str) -> Iterator[None]:
         raise DataError(f"{what}: {excerpt(' '.join(str(error).split()))}.") from error
 
 
-def _changed(specification: str, change: Callable[[dict[str, Any]], None]) -> str:
-    """The text of a tokenizer.json whose content `change` has changed in place."""
-    content = json.loads(specification)
-    change(content)
-    return json.dumps(content, ensure_ascii=False)
-
-
 class HuggingFaceTokenizer(Tokenizer):
     """A `tokenizer.json` and its companion files.
 
@@ -75,7 +68,9 @@ class HuggingFaceTokenizer(Tokenizer):
         self._specification, self.companions = specification, companions
         self._documents = self._read()
         if getattr(self._documents.model, "dropout", None) is not None:  # at random, another one for each call
-            self._specification = _changed(specification, lambda content: content["model"].update(dropout=None))
+            content = json.loads(specification)
+            content["model"]["dropout"] = None
+            self._specification = json.dumps(content, ensure_ascii=False)
             self._documents = self._read()
         known = self._documents.get_vocab(with_added_tokens=True)
         # Tokens that only a companion file lists, with an id. One without an id (a pad_token, say) has no embedding:
@@ -141,26 +136,22 @@ class HuggingFaceTokenizer(Tokenizer):
         kind = str(configuration.get("tokenizer_class")).removesuffix("Fast")
         if kind not in WITH_PREFIX_SPACE:
             return self._specification
-
-        def change(content: dict[str, Any]) -> None:
-            if (content.get("pre_tokenizer") or {}).get("type") == "ByteLevel":
-                content["pre_tokenizer"]["add_prefix_space"] = bool(configuration.get("add_prefix_space"))
-            if kind == "GPTNeoXTokenizer":
-                content["post_processor"] = None  # which would add a first or a last token
-
-        return _changed(self._specification, change)
+        content = json.loads(self._specification)
+        if (content.get("pre_tokenizer") or {}).get("type") == "ByteLevel":
+            content["pre_tokenizer"]["add_prefix_space"] = bool(configuration.get("add_prefix_space"))
+        if kind == "GPTNeoXTokenizer":
+            content["post_processor"] = None  # which would add a first or a last token
+        return json.dumps(content, ensure_ascii=False)
 
     def _end_is_special(self) -> bool:
         """Makes the end of a document special for documents, which contain no special tokens; whether it was not."""
-
-        def change(content: dict[str, Any]) -> None:
-            for token in content["added_tokens"]:
-                token["special"] |= token["id"] == self.eos_id
-
         added = self._documents.get_added_tokens_decoder().get(self.eos_id)
         if added is None or added.special:
             return False
-        self._documents = self._read(_changed(self._specification, change))
+        content = json.loads(self._specification)
+        for token in content["added_tokens"]:
+            token["special"] |= token["id"] == self.eos_id
+        self._documents = self._read(json.dumps(content, ensure_ascii=False))
         return True
 
     @cached_property

@@ -92,7 +92,8 @@ class Tokenizer(Protocol):
 
     def encode_batch(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]: ...
 
-    def encode_prompt(self, text: str, add_special_tokens: bool = True) -> Int32[np.ndarray, " n"]: ...
+    def encode_prompt(self, text: str, add_special_tokens: bool = True) -> Int32[np.ndarray, " n"]:
+        return self.encode_with_offsets(text)[0]
 
     def encode_with_offsets(self, text: str) -> tuple[Int32[np.ndarray, " n"], Int32[np.ndarray, "n 2"]]:
         """`encode_prompt` without special tokens added, and the characters [start, stop) that each token stands for."""
@@ -101,16 +102,16 @@ class Tokenizer(Protocol):
     def decode(self, ids: Iterable[SupportsIndex], skip_special_tokens: bool = True) -> str: ...
 
     def chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any) -> str:
-        """The messages as a prompt, by the tokenizer's chat template; see `Companions.chat`."""
-        return self.companions.chat(messages, add_generation_prompt, **variables)
+        """The messages as a prompt, by the tokenizer's chat template; see `Companions.marked_chat`."""
+        return self.companions.marked_chat(messages, add_generation_prompt, **variables)[0]
 
     def files(self) -> dict[str, bytes]:
         """The files from which `load_saved_tokenizer` makes this tokenizer, by name."""
-        ...
+        return {}
 
     def exported_files(self) -> dict[str, bytes]:
         """The files from which `transformers.AutoTokenizer` makes an equal tokenizer, by name."""
-        ...
+        return {}
 
 
 class ByteTokenizer(Tokenizer):
@@ -127,9 +128,6 @@ class ByteTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
         return [np.frombuffer(encodable(text).encode("utf-8"), np.uint8).astype(np.int32) for text in texts]
-
-    def encode_prompt(self, text: str, add_special_tokens: bool = True) -> Int32[np.ndarray, " n"]:
-        return self.encode_with_offsets(text)[0]
 
     def encode_with_offsets(self, text: str) -> tuple[Int32[np.ndarray, " n"], Int32[np.ndarray, "n 2"]]:
         ids, offsets, position = [np.zeros(0, np.int32)], [np.zeros((0, 2), np.int32)], 0
@@ -152,9 +150,6 @@ class ByteTokenizer(Tokenizer):
         known = (int(i) for i in ids if 0 <= int(i) <= 256)
         return b"".join(bytes([i]) if i < 256 else end for i in known).decode("utf-8", errors="replace")
 
-    def files(self) -> dict[str, bytes]:
-        return {}
-
     def exported_files(self) -> dict[str, bytes]:
         configuration = transformers_configuration({}, eos_token=self.end.content)
         return {TOKENIZER_JSON: bytes_tokenizer_json(self.end).encode(), CONFIGURATION: configuration}
@@ -172,27 +167,14 @@ class NoTokenizer(Tokenizer):
     companions = Companions("none")
 
     def encode_batch(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
-        raise _without_tokenizer()
-
-    def encode_prompt(self, text: str, add_special_tokens: bool = True) -> Int32[np.ndarray, " n"]:
-        raise _without_tokenizer()
+        raise UnsupportedError("data.tokenizer is 'none', which encodes no strings: pass token ids.")
 
     def encode_with_offsets(self, text: str) -> tuple[Int32[np.ndarray, " n"], Int32[np.ndarray, "n 2"]]:
-        raise _without_tokenizer()
+        return self.encode_batch([text])  # which refuses it
 
     def decode(self, ids: Iterable[SupportsIndex], skip_special_tokens: bool = True) -> str:
         """The ids as numbers."""
         return " ".join(str(int(i)) for i in ids)
-
-    def files(self) -> dict[str, bytes]:
-        return {}
-
-    def exported_files(self) -> dict[str, bytes]:
-        return {}
-
-
-def _without_tokenizer() -> UnsupportedError:
-    return UnsupportedError("data.tokenizer is 'none', which encodes no strings: pass token ids.")
 
 
 def transformers_configuration(configuration: Mapping[str, Any], **defaults: Any) -> bytes:
