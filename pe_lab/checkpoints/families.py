@@ -28,17 +28,11 @@ Piece = Shaped[np.ndarray, "..."]
 
 @dataclass(frozen=True)
 class Leaf:
-    """The conversion of a native leaf (without the axis over layers) from and to an external tensor.
+    """The conversion of a native leaf (without the axis over layers) from and to an external tensor."""
 
-    Attributes:
-      external_shape: from the native shape.
-      to_native: the leaf, from the external tensor and the native shape.
-      to_external: the inverse.
-    """
-
-    external_shape: Callable[[tuple[int, ...]], tuple[int, ...]]
-    to_native: Callable[[Piece, tuple[int, ...]], Piece]
-    to_external: Callable[[Piece], Piece]
+    external_shape: Callable[[tuple[int, ...]], tuple[int, ...]]  # from the native shape
+    to_native: Callable[[Piece, tuple[int, ...]], Piece]  # the leaf, from the external tensor and the native shape
+    to_external: Callable[[Piece], Piece]  # the inverse
 
 
 _SAME = Leaf(lambda s: s, lambda x, s: x, lambda x: x)
@@ -169,31 +163,20 @@ def leaf_paths(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Family:
-    """A family of external checkpoints.
+    """A family of external checkpoints, with transformers' defaults of the rotation and of the training length."""
 
-    Attributes:
-      model_type, architecture: names in `config.json`.
-      table: its tensors.
-      fixed: fields of `ModelConfig` with one value in all models of the family.
-      keys: of `config.json`, for the other fields: (key, transformers' default, which may be another key). None: the
-        key must be given.
-      theta, fraction, length: transformers' defaults of the rotation, and of the training length.
-      windows: layers may have a sliding window.
-      bare_layers: single layers may be without encoding.
-      stock: transformers reads it without remote code.
-    """
-
-    model_type: str
+    model_type: str  # this and the next: names in `config.json`
     architecture: str
     table: TensorTable
-    fixed: Mapping[str, Any]
+    fixed: Mapping[str, Any]  # fields of `ModelConfig` with one value in all models of the family
+    # Of `config.json`, for the other fields: (key, default or another key that has it). None: the key must be given.
     keys: Mapping[str, tuple[str, Any]]
     theta: float = 10000.0
     fraction: float = 1.0
     length: int = 2048
-    windows: bool = False
-    bare_layers: bool = False
-    stock: bool = True
+    windows: bool = False  # layers may have a sliding window
+    bare_layers: bool = False  # single layers may be without encoding
+    stock: bool = True  # transformers reads it without remote code
 
     @property
     def neox(self) -> bool:

@@ -26,27 +26,16 @@ ROW_BYTES = 2**28  # of an embedding, read at once
 
 
 class CheckpointSource(ABC):
-    """An open checkpoint of any format.
+    """An open checkpoint of any format."""
 
-    Attributes:
-      path: the file or directory.
-      display_name: for messages, such as `hf:SmolLM-360M`.
-      model: its shape.
-      layers: its encodings.
-      training_length: tokens of a training window, before any scaling.
-      dtype: of its weights.
-      tokenizer: an argument of `data.tokenizers.load_tokenizer`; "" if the checkpoint has no tokenizer.
-      metadata: of a native checkpoint; empty for an external one.
-    """
-
-    path: AnyPath
-    display_name: str
-    model: ModelConfig
-    layers: tuple[Layer, ...]
-    training_length: int
-    dtype: np.dtype
-    tokenizer: str = ""
-    metadata: Mapping[str, Any] = {}
+    path: AnyPath  # the file or directory
+    display_name: str  # for messages, such as `hf:SmolLM-360M`
+    model: ModelConfig  # its shape
+    layers: tuple[Layer, ...]  # its encodings
+    training_length: int  # tokens of a training window, before any scaling
+    dtype: np.dtype  # of its weights
+    tokenizer: str = ""  # an argument of `data.tokenizers.load_tokenizer`; "" if the checkpoint has no tokenizer
+    metadata: Mapping[str, Any] = {}  # of a native checkpoint; empty for an external one
 
     @abstractmethod
     def read(self, leaf: str, layer: int | None = None, rows: slice = slice(None)) -> Shaped[np.ndarray, "..."]:

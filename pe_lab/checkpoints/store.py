@@ -12,7 +12,6 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -34,7 +33,7 @@ from pe_lab.checkpoints.locating import (
     stored_metadata,
 )
 from pe_lab.checkpoints.orbax import checkpointer, quiet
-from pe_lab.config import ModelConfig, to_json
+from pe_lab.config import CheckpointConfig, ModelConfig, to_json
 from pe_lab.errors import CheckpointError, SaveFailed, UserError
 from pe_lab.model import Params
 from pe_lab.parallel import all_values, give_value, return_freed_memory
@@ -51,31 +50,17 @@ BARRIERS = 4  # Orbax has two in the background of a save
 _SAVING, _DELETING = ".saving", ".deleting"  # suffixes of directories under way
 
 
-@dataclass(frozen=True)
-class Retention:
-    """Which checkpoints of a phase are kept; all others are deleted once a newer one is committed.
-
-    Attributes:
-      latest: how many of the newest.
-      every: all steps that it divides; 0: none.
-      milestones: these steps.
-      best: the step with the lowest value of this metric, such as `validation_loss`; "": none.
-    """
-
-    latest: int = 2
-    every: int = 0
-    milestones: tuple[int, ...] = ()
-    best: str = ""
-
-    def kept(self, steps: Sequence[int], metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
-        """The steps to keep, of ascending `steps`; `metrics` of those that have some."""
-        kept = {*steps[-self.latest :], *(step for step in steps if step in self.milestones)}
-        if self.every:
-            kept |= {step for step in steps if step and step % self.every == 0}
-        measured = [step for step in steps if self.best in metrics.get(step, {})]
-        if measured:
-            kept.add(min(measured, key=lambda step: metrics[step][self.best]))  # the first one of equals
-        return kept
+def kept_steps(
+    retention: CheckpointConfig, steps: Sequence[int], metrics: Mapping[int, Mapping[str, float]]
+) -> set[int]:
+    """The steps that a phase keeps, of ascending `steps`; `metrics` of those that have some."""
+    kept = {*steps[-retention.keep :], *(step for step in steps if step in retention.milestones)}
+    if retention.keep_every:
+        kept |= {step for step in steps if step and step % retention.keep_every == 0}
+    measured = [step for step in steps if retention.best in metrics.get(step, {})]
+    if measured:
+        kept.add(min(measured, key=lambda step: metrics[step][retention.best]))  # the first one of equals
+    return kept
 
 
 def metadata_of(
@@ -103,9 +88,9 @@ class Store:
     checkpoints that the retention does not keep, after a save and by `delete_old`.
     """
 
-    def __init__(self, directory: str | AnyPath, retention: Retention | None = None, read_only: bool = False):
+    def __init__(self, directory: str | AnyPath, retention: CheckpointConfig | None = None, read_only: bool = False):
         self.directory = absolute(storage.path("the checkpoints", directory))
-        self._retention = retention or Retention()
+        self._retention = retention or CheckpointConfig()
         self._checkpointer: Any = None
         self._commit: threading.Thread | None = None
         self._failure: str | None = None
@@ -165,7 +150,7 @@ class Store:
           step: its number; it may not exist.
           params, optimizer: trees of arrays; `optimizer` may be None.
           metadata: JSON.
-          metrics: of this step, for `Retention.best`.
+          metrics: of this step, for `CheckpointConfig.best`.
           before: writes what must be on disk before the checkpoint; if it raises a `UserError` in one process, none
             saves.
 
@@ -287,7 +272,7 @@ class Store:
         with contextlib.suppress(OSError, UserError):
             steps = self.steps()
             metrics = {step: _metrics(self._path(step)) for step in steps} if self._retention.best else {}
-            kept = self._retention.kept(steps, metrics)
+            kept = kept_steps(self._retention, steps, metrics)
             if all(quick_damage(self._path(step)) for step in kept):
                 return
             for step in steps:

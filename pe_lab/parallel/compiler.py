@@ -109,17 +109,14 @@ def wrap_around(topology: Topology) -> tuple[bool, bool, bool]:
 
 
 class _Gpu(NamedTuple):
-    """What XLA asks of a GPU to compile for it, from CUDA's tables of compute capabilities and NVIDIA's data sheets.
-
-    `shared`: KiB of shared memory of a multiprocessor, of which a block may use all but one.
-    """
+    """What XLA asks of a GPU to compile for it, from CUDA's tables of compute capabilities and NVIDIA's data sheets."""
 
     description: str
     capability: tuple[int, int]
     cores: int
     clock_ghz: float
     lanes: int  # float32 units of a multiprocessor
-    shared: int
+    shared: int  # KiB of a multiprocessor, of which a block may use all but one
     l2_mib: int
 
 
@@ -199,35 +196,18 @@ def _target_config(topology: Topology) -> str:
 # - CPUs: a step that may skip its update overwrites moments that the new parameters are computed from. XLA copies
 #   them first unless it analyzes in which order they are used: 1.6% of the processor time of a 4M model's step.
 
-_OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload_"
-_SPARSE_CORES: dict[str, Any] = {
-    _OFFLOAD + name: True
-    for name in (
-        "all_gather",
-        "2d_all_gather",
-        "3d_all_gather",
-        "all_reduce",
-        "reduce_scatter",
-        "nd_reduce_scatter",
-    )
-}
+_COLLECTIVES = ("all_gather", "2d_all_gather", "3d_all_gather", "all_reduce", "reduce_scatter", "nd_reduce_scatter")
+_SPARSE_CORES = {f"xla_tpu_enable_sparse_core_collective_offload_{name}": True for name in _COLLECTIVES}
 OPTIONS: dict[str, dict[str, Any]] = {
     "cpu": {"xla_cpu_copy_insertion_use_region_analysis": True},
-    "TPU v5": _SPARSE_CORES,
-    "TPU v5p": _SPARSE_CORES,
-    "TPU v6 lite": _SPARSE_CORES,
-    "TPU v6e": _SPARSE_CORES,
-    "TPU7x": _SPARSE_CORES,
+    **dict.fromkeys(("TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e", "TPU7x"), _SPARSE_CORES),
 }
 
 
 def compiler_options(device: Any, accumulate: int, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a train step for devices such as `device`, for `jax.jit` and `Lowered.compile`.
+    """The options of a train step of `accumulate` micro-batches for a kind of device, for `jax.jit` and `compile`.
 
-    Args:
-      device: of the mesh; its kind decides.
-      accumulate: number of micro-batches of a step.
-      overrides: of the recipe; "" removes an option.
+    `overrides` are those of the recipe; "" removes an option.
     """
     chosen = _gpu_options(accumulate) if device.platform == "gpu" else OPTIONS.get(device.device_kind, {})
     options = chosen | dict(overrides)

@@ -15,8 +15,6 @@ from pe_lab.parallel.topology import GIB, chip_of
 
 # malloc.h of the GNU C library
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
-
-
 # The limit of a container, in version 2 and in version 1 of control groups.
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -37,16 +35,9 @@ _ADVICE = "Make the model or the batch smaller, or shard it over more devices (c
 
 
 def check_memory(needed: int, what: str, devices: Sequence[Any] = (), advice: str = _ADVICE) -> None:
-    """Refuses what does not even fit the memory of the host and of these devices of this process together.
+    """`UnsupportedError` for what needs more bytes than the host and these local devices have together.
 
-    Args:
-      needed: bytes, at least.
-      what: what needs them, for the message.
-      devices: local devices, whose memory counts too.
-      advice: what to do, for the message.
-
-    Raises:
-      UnsupportedError: there is less memory; with both figures.
+    `what` needs them, and `advice` is what to do, for the message.
     """
     host = host_memory()
     there = host + sum(chip_of(device).memory for device in devices if device.platform != "cpu")
@@ -58,14 +49,11 @@ def check_memory(needed: int, what: str, devices: Sequence[Any] = (), advice: st
 
 
 def keep_freed_memory() -> bool:
-    """Sets the C library to keep freed memory for its next allocation. Call it before JAX starts.
+    """Sets the C library to keep freed memory, before JAX starts; whether it can, which only GNU's does.
 
     XLA on a CPU allocates the scratch memory of a step anew at every step. By default the C library returns blocks of
     that size to the kernel, which then clears and maps every page again: a third of the processor time of a small
     model's step. With these settings the pages stay mapped, and the process never shrinks.
-
-    Returns:
-      Whether the C library accepted the settings; only GNU's has them.
     """
     if not sys.platform.startswith("linux"):
         return False

@@ -25,10 +25,9 @@ def start_processes() -> None:
 
     This function finds out whether there are several processes on a TPU slice, under SLURM and under Open MPI, and
     `jax.distributed` finds their addresses. Elsewhere COORDINATOR_ADDRESS, PROCESS_COUNT and PROCESS_INDEX give them.
-    With a single process, or if they are connected already, nothing is done. A process that is alone on its node gets
-    all devices of the node. One that ends without notice ends the others after 100 seconds, or after
-    HEARTBEAT_SECONDS; process 0 at once. On GPUs, JAX may use `GPU_MEMORY_SHARE` of the memory, or what
-    XLA_PYTHON_CLIENT_MEM_FRACTION says.
+    A process that is alone on its node gets all devices of the node. One that ends without notice ends the others after
+    100 seconds, or after HEARTBEAT_SECONDS; process 0 at once. On GPUs, JAX may use `GPU_MEMORY_SHARE` of the memory,
+    or what XLA_PYTHON_CLIENT_MEM_FRACTION says.
 
     Raises:
       ConfigError: COORDINATOR_ADDRESS is set without the other two, or a number is none.

@@ -59,9 +59,6 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     On a TPU slice the devices are ordered so that neighbours on a mesh axis are neighbours in the slice. A mesh axis
     may take a part of a physical axis (8 of the 16 of v6e:16x16), which `jax.make_mesh` allows on v5e alone. Of several
     slices, each has a contiguous part of the data axis: what the other axes exchange stays within a slice.
-
-    Raises:
-      ConfigError: as `mesh_shape`.
     """
     devices = list(jax.devices() if devices is None else devices)
     slices = len({_slice_of(device) for device in devices})

@@ -42,23 +42,17 @@ class StopRequests:
     The first one again, within `SAME_SECONDS`, is no second one.
 
     Python runs a signal's handler between two steps of the main thread, which may be inside a compiler for minutes.
-    So a thread reads the signals too.
-
-    Attributes:
-      received: the first signal; None: there was none.
-      can_save: whether the main thread looks at `received` by itself, and saves before it stops. If not, the signal
-        raises `Stopped` in the main thread, or ends the process with status 75 after `PATIENCE` seconds.
-      agreed: whether several processes have agreed to stop.
-      raised: whether `Stopped` was raised, at any point of the main thread.
-      whole_process: whether a request is one to end the process.
+    So a thread reads the signals too. Where the main thread does not look at `received` by itself (`can_save`), the
+    signal raises `Stopped` in it, or ends the process with status 75 after `PATIENCE` seconds.
     """
 
-    whole_process = True
+    whole_process = True  # whether a request is one to end the process
 
     def __init__(self) -> None:
-        self.received: int | None = None
-        self.can_save = self.agreed = False
-        self.raised = False
+        self.received: int | None = None  # the first signal
+        self.can_save = False  # whether the main thread saves before it stops
+        self.agreed = False  # whether several processes have agreed to stop
+        self.raised = False  # whether `Stopped` was raised
         self._first: tuple[int, float] | None = None  # the first signal, and when the thread read it
         self.noticed = False  # the cloud takes the machine away, and will send SIGTERM itself
         self._again, self._own = False, 0  # whether to send the signal again, and how many were sent so
@@ -261,10 +255,7 @@ def _watch(key: str) -> None:
 
 
 class _PeerWatch:
-    """Tells the others through the key-value store of `jax.distributed` that this process lives, and watches them.
-
-    A beat is `NUMBER HOST`, the last one `done`.
-    """
+    """Tells the others that this process lives, by beats `NUMBER HOST` and at last `done`, and watches them."""
 
     def __init__(self, client: Any, index: int, count: int):
         self._client, self._index = client, index

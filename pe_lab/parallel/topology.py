@@ -23,22 +23,14 @@ MOST_CHIPS = 2**17
 
 @dataclass(frozen=True)
 class Chip:
-    """One device as JAX counts them, from its data sheet; 0 = unknown.
-
-    Attributes:
-      memory: bytes.
-      peak: dense bf16 FLOP/s.
-      bandwidth: of its memory, bytes/s.
-      ici: what it sends to the chips of its slice, or to the GPUs of its node, over all links together, bytes/s.
-      dcn: its part of the network of its host, bytes/s.
-    """
+    """One device as JAX counts them, from its data sheet; 0 = unknown."""
 
     name: str
-    memory: int = 0
-    peak: float = 0.0
-    bandwidth: float = 0.0
-    ici: float = 0.0
-    dcn: float = 0.0
+    memory: int = 0  # bytes
+    peak: float = 0.0  # dense bf16 FLOP/s
+    bandwidth: float = 0.0  # of its memory, bytes/s
+    ici: float = 0.0  # to the chips of its slice, or the GPUs of its node, over all links together, bytes/s
+    dcn: float = 0.0  # its part of the network of its host, bytes/s
 
 
 # TPUs: docs.cloud.google.com/tpu/docs, where ICI is the sum of both directions. A device of v4 and v5p is a chip with

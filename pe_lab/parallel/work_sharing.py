@@ -30,20 +30,14 @@ FAILURE = "pe_lab/failure"
 
 
 class _SharedProgram:
-    """This process among the others of the program.
-
-    Attributes:
-      client: of the key-value store; None: there is one process.
-      index, count: the number of this process, and how many there are.
-      together: whether all processes compute every piece together.
-      busy: whether this process computes a piece, so that the lists inside it are its own.
-    """
+    """This process among the others of the program."""
 
     def __init__(self) -> None:
-        self.client: Any = None
+        self.client: Any = None  # of the key-value store; None: there is one process
         self.index, self.count = 0, 1
-        self.together = self.busy = False
-        self._exchanges = itertools.count()
+        self.together = False  # whether all processes compute every piece together
+        self.busy = False  # whether this process computes a piece, so that the lists inside it are its own
+        self.exchanges = itertools.count()  # alike on all processes, which open them in the same order
 
     def connect(self, together: bool) -> None:
         """Takes the processes that `start_processes` has connected."""
@@ -52,23 +46,18 @@ class _SharedProgram:
         if self.client is not None:
             self.index, self.count = state.process_id, state.num_processes
 
-    def exchange(self, owners: Sequence[int]) -> Exchange:
-        """The next exchange of results; all processes open the same ones in the same order."""
-        return Exchange(self, next(self._exchanges), owners)
+
+_program = _SharedProgram()
 
 
 class Exchange:
-    """The results of one list of pieces in the key-value store.
+    """The results of one list of pieces in the key-value store; `owners` has the process of each."""
 
-    Args:
-      owners: the process of each piece.
-    """
-
-    def __init__(self, program: _SharedProgram, number: int, owners: Sequence[int]):
-        self._program, self._client, self._owners = program, program.client, owners
-        self._name = f"pe_lab/{number}"
+    def __init__(self, owners: Sequence[int]):
+        self._client, self._owners = _program.client, owners
+        self._name = f"pe_lab/{next(_program.exchanges)}"
         self._digest = f"{len(owners)}-{zlib.crc32(repr(list(owners)).encode())}"
-        self._client.key_value_set(f"{self._name}/dealt/{program.index}", self._digest)
+        self._client.key_value_set(f"{self._name}/dealt/{_program.index}", self._digest)
 
     def publish(self, piece: int, result: Any) -> None:
         """Gives a result to the other processes."""
@@ -96,7 +85,7 @@ class Exchange:
 
     def close(self) -> None:
         """Ends the exchange for this process, which has all results; the last process removes them."""
-        if self._client.key_value_increment(f"{self._name}-read", 1) == self._program.count:
+        if self._client.key_value_increment(f"{self._name}-read", 1) == _program.count:
             self._client.key_value_delete(self._name)
             self._client.key_value_delete(f"{self._name}-read")
 
@@ -106,7 +95,7 @@ class Exchange:
         dealt = _stored(self._client, f"{self._name}/dealt/{owner}")
         if dealt and dealt.decode() != self._digest:
             raise RuntimeError(
-                f"Processes {self._program.index} and {owner} have different work: their files or arguments differ."
+                f"Processes {_program.index} and {owner} have different work: their files or arguments differ."
             )
 
 
@@ -120,21 +109,13 @@ def _stored(client: Any, key: str) -> bytes | None:
         raise
 
 
-_program = _SharedProgram()
-
-
 @contextlib.contextmanager
 def one_program(together: bool = False) -> Iterator[None]:
     """Connects this process to the others, if there are any, for the block of a command.
 
     Only process 0 prints to stdout. An error of one process ends the others with the same error as soon as they wait
     for it; a process that is killed ends them through the heartbeats of `jax.distributed`. SIGTERM ends the process.
-
-    Args:
-      together: whether all processes compute every piece together, on a mesh of all devices (`compute_devices`).
-
-    Raises:
-      UserError: this process's or another one's.
+    With `together` all processes compute every piece together, on a mesh of all devices (`compute_devices`).
     """
     start_processes()
     _program.connect(together)
@@ -191,7 +172,7 @@ def on_first(function: Callable[[], Result]) -> Result:
         return function()
     if _program.busy:
         raise RuntimeError("on_first() inside a piece of work, which other processes do not compute")
-    exchange = _program.exchange([0])
+    exchange = Exchange([0])
     if is_first():
         found = function()
         exchange.publish(0, found)
@@ -218,13 +199,12 @@ def shared(
 ) -> Iterator[Result]:
     """The results of all pieces, in their order, on every process; each process computes those dealt to it.
 
-    A process that has the next result goes on; one that lacks it computes its own next piece first, and waits when it
-    has none left. A list inside a piece is computed by the process of the piece. With one process this is
-    `compute(pieces)`.
+    A process that lacks the next result computes its own next piece first, and waits when it has none left. A list
+    inside a piece is computed by the process of the piece. With one process this is `compute(pieces)`.
 
     Args:
       pieces: the same on every process; a result depends on its piece alone.
-      compute: yields a result for each piece that it is given, in order. Results are pickled.
+      compute: yields a result, which is pickled, for each piece that it is given, in order.
       costs: of the pieces, in any unit; None: all alike.
     """
     if _program.client is None or _program.together or _program.busy:
@@ -233,7 +213,7 @@ def shared(
     if not len(pieces):
         return
     owners = deal([1.0] * len(pieces) if costs is None else costs, _program.count)
-    exchange = _program.exchange(owners)
+    exchange = Exchange(owners)
     mine = [n for n, owner in enumerate(owners) if owner == _program.index]
     own = zip(mine, _busy(iter(compute(pieces[n] for n in mine))), strict=True)
     found: dict[int, Any] = {}
@@ -270,10 +250,8 @@ def _busy(own: Iterator[Result]) -> Iterator[Result]:
 def all_values(name: str, value: bytes, done: Sequence[str] = ()) -> list[bytes]:
     """The value of every process, in their order, on every process: for threads that may run no collective on devices.
 
-    Args:
-      name: of this exchange, which no other one has had.
-      value: this process's.
-      done: the names of earlier exchanges, which all processes have left; their values are removed.
+    `name` is that of this exchange alone. `done` are names of earlier ones, which all processes have left; their values
+    are removed.
     """
     state = coordination()
     if state.client is None:

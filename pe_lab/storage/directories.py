@@ -52,13 +52,11 @@ def new_directory(path: AnyPath, option: str = "", marker: str | None = None) ->
 
     On a disk it is renamed. To an object store its files are put when the block ends, the marker last; a lease,
     `.incomplete`, is put first and removed last. What killed processes have left of earlier attempts is removed.
-    Several processes may write the same `path`.
 
     Args:
-      path: the directory to be.
-      option: the flag that named it, for messages.
-      marker: a file that a finished directory has. If another process finishes first, its directory is kept and this
-        one is dropped. None: `path` must not exist, or be empty.
+      option: the flag that named `path`, for messages.
+      marker: a file that a finished directory has. Of several processes that write `path` the first to finish wins.
+        None: `path` must not exist, or be empty.
 
     Raises:
       ConfigError: `path` exists and is something else, another process is putting it and it has no marker, or it
@@ -72,19 +70,10 @@ def new_directory(path: AnyPath, option: str = "", marker: str | None = None) ->
 
 
 def check_place(option: str, path: AnyPath, new: bool = False, file: bool = False) -> None:
-    """Refuses a place where a directory or a file cannot be written, before what is to be written is computed.
+    """`ConfigError` if a directory or a `file` cannot be written, or a `new` directory exists and is not empty.
 
     On a disk, directories that are missing are made under another name in the one that is there, and removed. In a
     directory that is to be filled nothing is made: another process may check that it is empty.
-
-    Args:
-      option: the flag that named it, for messages.
-      path: of the directory or the file.
-      new: whether it may not exist, or must be empty.
-      file: whether it is a file, which may exist.
-
-    Raises:
-      ConfigError: it cannot be written, or exists.
     """
     what = f"{option} '{path}'"
     if is_remote(path):
@@ -116,16 +105,9 @@ def check_place(option: str, path: AnyPath, new: bool = False, file: bool = Fals
 
 
 def check_checkpoints(option: str, directory: AnyPath) -> None:
-    """Refuses a directory below which Orbax cannot write checkpoints, before there is one.
+    """`ConfigError` for a directory below which Orbax cannot write checkpoints, by its name or the length of its name.
 
     tensorstore takes a backslash for a slash, and refuses names that are not UTF-8 or end in its own suffixes.
-
-    Args:
-      option: what named it, for messages.
-      directory: which may not exist yet.
-
-    Raises:
-      ConfigError: the name is not taken as it is, or is so long that those of the files below it would be too long.
     """
     if is_remote(directory):
         return
@@ -142,11 +124,8 @@ def check_checkpoints(option: str, directory: AnyPath) -> None:
             f"{what}: tensorstore, which writes checkpoints, cannot take this name. Choose one of UTF-8 text, without "
             "a backslash."
         )
-    size, longest = (
-        len(os.fsencode(path)) + BELOW_BYTES,
-        max(len(os.fsencode(part)) for part in absolute(directory).parts),
-    )
-    if size > PATH_BYTES or longest > NAME_BYTES:
+    longest = max(len(os.fsencode(part)) for part in absolute(directory).parts)
+    if len(os.fsencode(path)) + BELOW_BYTES > PATH_BYTES or longest > NAME_BYTES:
         raise ConfigError(f"{what}: the names of the checkpoints' files would be too long. Choose a shorter one.")
 
 
@@ -276,11 +255,8 @@ def copies_directory() -> Path:
 def local_copy(path: AnyPath, check: Callable[[Path], None] = lambda copied: None) -> Path:
     """A local file or directory with the content of a remote one; a local path itself.
 
-    It is fetched once for each content that the store has under the name, and is whole or not there.
-
-    Args:
-      path: a file or a directory.
-      check: is called with the copy before anyone else sees it, and raises if it is damaged.
+    It is fetched once for each content that the store has under the name, and is whole or not there. `check` is called
+    with the copy before anyone else sees it, and raises if it is damaged.
 
     Raises:
       DataError: there is no such file, it does not fit the disk, or what arrived is not what the store lists.

@@ -145,10 +145,7 @@ def _content(owner: Mapping[str, Any], number: int) -> bytes:
 
 
 def _this_process() -> dict[str, Any]:
-    """A name of this process that no other one has, also in another container or after a restart of the machine.
-
-    `boot`, `namespace` and `started` are "" where the system does not tell them.
-    """
+    """A name of this process alone, also among containers and after a restart; "" for what the system does not tell."""
     named = {"host": socket.gethostname(), "pid": os.getpid(), "boot": "", "namespace": "", "started": ""}
     with contextlib.suppress(OSError, ValueError, IndexError):
         # /proc may be that of another pid namespace, whose numbers are others.
@@ -166,11 +163,7 @@ def _status(pid: int) -> tuple[str, str]:
 
 
 def _dead_lease(path: AnyPath, show: Callable[[str], None]) -> bytes | None:
-    """The content of a lease whose process has ended; None if there is no lease any more.
-
-    Raises:
-      LeaseTaken: the process is alive.
-    """
+    """The content of a lease whose process has ended, None without a lease; `LeaseTaken` if the process is alive."""
     try:
         found = read_bytes(path)
     except FileNotFoundError:

@@ -47,14 +47,10 @@ class AppendedLog:
     def __init__(
         self, path: AnyPath, kept: Iterable[Mapping[str, Any]] | None = None, advice: str = "", waits: bool = False
     ):
-        """Opens the log.
+        """Opens the log with the records `kept`, by default all whole ones that it has; `advice` is for messages.
 
-        Args:
-          path: the log.
-          kept: the records that it then has, in place of those it had; by default all that are whole.
-          advice: what to do if it cannot be written, for messages.
-          waits: a full disk is no error of `append`: the records wait for space. Then `flush` raises while there is
-            none, and `close` drops them.
+        With `waits` a full disk is no error of `append`: the records wait for space. Then `flush` raises while there is
+        none, and `close` drops them.
         """
         self.path, self._advice, self._waits, self._file = path, advice, waits, None
         self._pending: list[bytes] = []  # to a store: what `_sending` is not sending
@@ -226,12 +222,7 @@ def _segment(path: AnyPath, session: str, number: int) -> AnyPath:
 
 
 class SegmentWriter:
-    """A session that writes a remote log.
-
-    Args:
-      path: the log.
-      kept: what it keeps of earlier sessions, in whole lines. Once that is stored, theirs is deleted.
-    """
+    """A session that writes a remote log. Once the whole lines that it `kept` are stored, earlier ones are deleted."""
 
     def __init__(self, path: AnyPath, kept: bytes):
         self._path = path

@@ -30,8 +30,7 @@ _THREADS = 4
 class Digest(NamedTuple):
     """The size of a file in bytes, the CRC-32C of its content as 8 hex digits, and another hash of it.
 
-    The hash is `xxh3:` with hex digits for a file that was read, `md5:` for one that a store listed, or empty if it is
-    not known.
+    That is `xxh3:` and hex digits of a file that was read, `md5:` of one that a store listed, "" if it is not known.
     """
 
     size: int
@@ -57,10 +56,7 @@ def crc32c(content: bytes) -> str:
 
 
 def digest_file(path: AnyPath, done: Callable[[int], None] = lambda size: None, kind: str = "xxh3") -> Digest:
-    """The digest of a file, with a hash of a kind: `xxh3` or `md5`.
-
-    `done` is called with the number of bytes of each block. Raises `OSError`.
-    """
+    """The digest of a file, with a hash `xxh3` or `md5`; `done` is called with the bytes of each block."""
     import google_crc32c
     import xxhash
 
@@ -157,12 +153,9 @@ class Manifest:
         chosen: Callable[[str, Digest], bool] = lambda name, digest: True,
         done: Callable[[int], None] = lambda size: None,
     ) -> list[Damage]:
-        """What differs from the manifest: files that are missing, of another size, or changed.
+        """What differs in a directory: files that are missing, of another size, or changed.
 
-        Args:
-          directory: where the files are.
-          chosen: which files are read; of the others only the size is compared.
-          done: called with the number of bytes of each block.
+        Of files that are not `chosen` only the size is compared; `done` is called with the bytes of each block.
 
         Raises:
           StoreError: the object store does not answer, which tells nothing of the files.

@@ -26,17 +26,13 @@ from pe_lab.training.step import Shardings, compile_loss, place_batch
 class Evaluator:
     """A measurement inside the loop: before the first step, at every step that `every_steps` divides, and at the last.
 
-    Attributes:
-      name: under which its time is counted, one of `ledger.WAITS`.
-      measure: numbers by name, from the step and the parameters; all processes measure together.
-      every_steps: how often.
-      prefix: of the names in metrics.jsonl.
+    All processes measure together: numbers by name, from the step and the parameters.
     """
 
-    name: str
+    name: str  # under which its time is counted, one of `ledger.WAITS`
     measure: Callable[[int, Params], Mapping[str, float]]
     every_steps: int
-    prefix: str = ""
+    prefix: str = ""  # of the names in metrics.jsonl
 
     def is_due(self, step: int, steps: int) -> bool:
         """Whether it measures after a step of a phase of so many."""

@@ -69,13 +69,7 @@ def train_run(
     command: str = "",
     age: float = 0.0,
 ) -> Run:
-    """As `fit`, for a caller that takes the requests to stop.
-
-    Args:
-      profiler: traces some steps.
-      command: for run.json.
-      age: seconds that have passed since the caller began, for the ledger.
-    """
+    """As `fit`, for a caller that takes the requests to stop and began `age` seconds ago; `command` is for run.json."""
     ledger = Ledger(age=age)
     tree = read_recipe(recipe, overrides)
     workdir = workdir_of(tree, workdir)
@@ -126,11 +120,7 @@ def _train_phases(run: Run) -> AnyPath | None:
 
 @contextlib.contextmanager
 def _lease(workdir: AnyPath, show: Callable[[str], None]) -> Iterator[None]:
-    """The lease of a workdir, which process 0 takes; all raise if it is refused. A process that loses it ends.
-
-    Raises:
-      ConfigError: another run has the lease, or it cannot be written.
-    """
+    """The lease of a workdir, which process 0 takes; all raise if it is refused. A process that loses it ends."""
 
     def stop(message: str) -> None:
         tell_at_once(f"error: {message}")

@@ -48,10 +48,8 @@ def process_age() -> float:
 class Ledger:
     """The time of a run in this process, from `age` seconds ago on.
 
-    Once it is open, a thread appends a record every `RECORD_SECONDS`. Without a path nothing is written.
-
-    Attributes:
-      path: of the file; it may be set until the ledger is opened.
+    Once it is open, a thread appends a record every `RECORD_SECONDS`. The path of the file may be set until then;
+    without one nothing is written.
     """
 
     def __init__(self, path: AnyPath | None = None, age: float = 0.0):
@@ -159,13 +157,9 @@ def read_ledger(path: AnyPath) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Balance:
-    """The seconds of a run by bucket: of each start, with the time `down` before it.
+    """The seconds of a run by bucket: of each start, with the time `down` before it."""
 
-    Attributes:
-      starts: one for each start, in their order.
-    """
-
-    starts: tuple[dict[str, float], ...]
+    starts: tuple[dict[str, float], ...]  # one for each start, in their order
 
     @property
     def seconds(self) -> dict[str, float]:

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
-import optax
 
 from pe_lab.checkpoints.locating import DIRECTORY, lineage_entry, new_id
-from pe_lab.checkpoints.store import Retention, Store
+from pe_lab.checkpoints.store import Store
 from pe_lab.data.pipeline import Pipeline
 from pe_lab.errors import SaveFailed, TrainingDiverged
 from pe_lab.model import Flops
@@ -22,47 +21,24 @@ from pe_lab.storage import AnyPath
 from pe_lab.terminal import Progress, waiting
 from pe_lab.training.evaluators import Evaluator, suites, validation
 from pe_lab.training.ledger import StepTimes
-from pe_lab.training.logs import (
-    PhaseLogs,
-    Speed,
-    checkpoint_metadata,
-    speed_text,
-    validation_text,
-    write_phase,
-)
+from pe_lab.training.logs import PhaseLogs, Speed, checkpoint_metadata, speed_text, validation_text, write_phase
 from pe_lab.training.plan import PhasePlan
 from pe_lab.training.replay import Replay
 from pe_lab.training.run import Run, keep_tokenizer, open_pipeline
 from pe_lab.training.stability import MOST_REWINDS, MOST_SKIPS, Event, Monitor, Rewind, Rewinds
 from pe_lab.training.start import Start, StepInputs, is_complete, start_phase, step_inputs_of
-from pe_lab.training.step import (
-    RandomPositions,
-    Shardings,
-    TrainState,
-    compile_train_step,
-    make_shardings,
-    place_batch,
-)
-from pe_lab.training.trackers import Background, Session, open_trackers
+from pe_lab.training.step import RandomPositions, Shardings, TrainState, compile_train_step, make_shardings, place_batch
 
 
 class PhasePrograms(NamedTuple):
-    """What a phase computes; a program is compiled when it is first called.
-
-    Attributes:
-      train_step: (state, batch, inputs) -> (state, metrics).
-      inputs: the third argument, by the step.
-      replay: computes gradients again, if the config asks for it.
-      evaluators: what is measured between steps.
-      flops: of a step, per token, with those of a teacher.
-    """
+    """What a phase computes; a program is compiled when it is first called."""
 
     shardings: Shardings
-    train_step: Callable[..., tuple[TrainState, dict[str, jax.Array]]]
-    inputs: StepInputs
-    replay: Replay | None
-    evaluators: Sequence[Evaluator]
-    flops: Flops
+    train_step: Callable[..., tuple[TrainState, dict[str, jax.Array]]]  # (state, batch, inputs) -> (state, metrics)
+    inputs: StepInputs  # the third argument, by the step
+    replay: Replay | None  # computes gradients again, if the config asks for it
+    evaluators: Sequence[Evaluator]  # what is measured between steps
+    flops: Flops  # of a step, per token, with those of a teacher
 
 
 def train_phase(run: Run, phase: PhasePlan, previous: AnyPath | None) -> AnyPath:
@@ -78,21 +54,21 @@ def train_phase(run: Run, phase: PhasePlan, previous: AnyPath | None) -> AnyPath
       DataError: the data has changed since the previous session.
       SaveFailed: a checkpoint could not be written.
     """
-    config, saved, ledger, out = run.config, run.config.checkpoint, run.ledger, run.out
+    config, ledger, out = run.config, run.ledger, run.out
     checkpoints = run.directory(phase) / DIRECTORY
     keep_tokenizer(run.workdir, run.tokenizer, out.print)
-    store = Store(checkpoints, Retention(saved.keep, saved.keep_every, saved.milestones, saved.best))
+    store = Store(checkpoints, config.checkpoint)
     with contextlib.closing(store), stop_requests() as stops:
         if is_complete(run, phase, store):
             return checkpoints / str(phase.config.steps)
         ledger.open()
-        optimizer = run.plan.optimizer(phase)
-        shardings = make_shardings(run.models[phase.index], optimizer, run.mesh, run.rules, run.plan.policy)
+        how = (run.models[phase.index], run.plan.optimizer(phase), run.mesh, run.rules)
+        shardings = make_shardings(*how, run.plan.policy)
         schedule = jax.device_put(phase.schedule, shardings.replicated)
 
         def load() -> Start:
             with ledger.time("restore"), waiting(out, f"{phase.name}: placing the weights", at_once=False):
-                return start_phase(run, phase, previous, store, optimizer, shardings, schedule, out.print)
+                return start_phase(run, phase, previous, store, shardings, schedule)
 
         start = load()
         # A killed process may have saved and not deleted. Before the newest checkpoint is known to be whole, an older
@@ -100,7 +76,7 @@ def train_phase(run: Run, phase: PhasePlan, previous: AnyPath | None) -> AnyPath
         if store.verified == "verified":
             store.delete_old()
         _describe(run, phase, start.state, shardings)
-        programs = _programs(run, phase, previous, optimizer, shardings, schedule)
+        programs = _programs(run, phase, previous, shardings, schedule)
         rewinds = Rewinds()
         try:
             while True:
@@ -139,7 +115,7 @@ def _train_steps(
     """
     config, steps, directory = run.config, phase.config.steps, run.directory(phase)
     out, ledger, profiler = run.out, run.ledger, run.profiler
-    rate = run.plan.learning_rate(phase)
+    rate, left_out = run.plan.learning_rate(phase), pipeline.get_state().get("left_out", ())
     monitor = Monitor(config.stability, start.stability)
     state, lineage = start.state, start.lineage  # the lineage of the checkpoint read or saved last
     step = start.step
@@ -151,7 +127,7 @@ def _train_steps(
     speed = Speed(run, phase, programs.flops, times, step)
     write_phase(run, phase, programs.flops, lineage, "running", start.step, 0.0)  # a phase is never logs alone
     with (
-        contextlib.closing(_open_logs(run, phase, start, pipeline)) as logs,
+        contextlib.closing(PhaseLogs(directory, start.step, left_out, start.log, config)) as logs,
         Progress(out, phase.name, steps, step) as progress,
     ):
         ledger.reached(phase.name, logs.reached)
@@ -278,19 +254,14 @@ def _describe(run: Run, phase: PhasePlan, state: TrainState, shardings: Sharding
 
 
 def _programs(
-    run: Run,
-    phase: PhasePlan,
-    previous: AnyPath | None,
-    optimizer: optax.GradientTransformation,
-    shardings: Shardings,
-    schedule: Schedule,
+    run: Run, phase: PhasePlan, previous: AnyPath | None, shardings: Shardings, schedule: Schedule
 ) -> PhasePrograms:
     """What the phase computes, from its schedule on the devices; opens its teacher."""
     config, positions = run.config, None
     if phase.config.random_positions:
         positions = RandomPositions(phase.config.random_positions, (config.seed, phase.index))
-    inputs = step_inputs_of(run, phase, previous, schedule, shardings, run.out.print)
-    how = (run.models[phase.index], optimizer, run.mesh, run.rules, phase.config.accumulate, positions)
+    inputs = step_inputs_of(run, phase, previous, schedule, shardings)
+    how = (run.models[phase.index], run.plan.optimizer(phase), run.mesh, run.rules, phase.config.accumulate, positions)
     train_step = compile_train_step(*how, config.compiler_options, run.plan.policy, inputs.distilled)
     every, replay = config.stability.replay_every, None
     if every:
@@ -299,15 +270,6 @@ def _programs(
     if config.evaluation.every_steps:
         evaluators.append(suites(run, phase))
     return PhasePrograms(shardings, train_step, inputs, replay, evaluators, run.plan.flops(phase).plus(inputs.flops))
-
-
-def _open_logs(run: Run, phase: PhasePlan, start: Start, pipeline: Pipeline) -> PhaseLogs:
-    directory, left_out = run.directory(phase), pipeline.get_state().get("left_out", ())
-
-    def trackers(skip: int) -> Sequence[Background]:
-        return open_trackers(Session(directory, start.step, skip, run.config), run.out.print)
-
-    return PhaseLogs(directory, start.step, left_out, start.log, trackers)
 
 
 @contextlib.contextmanager

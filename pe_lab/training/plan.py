@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from pe_lab import storage
 from pe_lab.checkpoints.checkpoint import is_external, open_source
-from pe_lab.config import Config, ModelConfig, PhaseConfig, ProlongedConfig, check_bounds, check_name
+from pe_lab.config import Config, ModelConfig, PhaseConfig, ProlongedConfig, StabilityConfig, check_bounds, check_name
 from pe_lab.data.needles import NeedleOptions, place_symbols
 from pe_lab.data.shards import METADATA_FILE, read_metadata
 from pe_lab.data.tokenizers import load_tokenizer, training_size
@@ -31,20 +31,15 @@ from pe_lab.positional.codec import ranges_by
 from pe_lab.storage import AnyPath, is_file
 from pe_lab.training.muon import newton_schulz_bytes, newton_schulz_flops
 from pe_lab.training.optimizer import last_at_peak, learning_rate, make_optimizer
-from pe_lab.training.stability import SkipPolicy, skip_policy
+from pe_lab.training.stability import skip_policy
 from pe_lab.training.step import TrainState, init_state, make_shardings, parameter_shardings
 
 
 class Given(NamedTuple):
-    """What a plan needs of files.
+    """What a plan needs of files."""
 
-    Attributes:
-      vocab_size: of the data.
-      layers: of the checkpoints that phases start from, by the index of the phase; those that can be read.
-    """
-
-    vocab_size: int
-    layers: Mapping[int, Sequence[Layer]] = {}
+    vocab_size: int  # of the data
+    layers: Mapping[int, Sequence[Layer]] = {}  # of checkpoints that can be read, by the index of the phase they start
 
 
 @dataclass(frozen=True)
@@ -73,21 +68,15 @@ class PhasePlan:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A run by arithmetic alone: nothing is read, written or computed on a device.
-
-    Attributes:
-      models: one for each phase; they differ in their QK-norm at most.
-      mesh: its devices may be placeholders.
-      policy: which updates a step does not apply; None: it applies all.
-    """
+    """A run by arithmetic alone: nothing is read, written or computed on a device."""
 
     config: Config
     given: Given
     phases: tuple[PhasePlan, ...]
-    models: tuple[Model, ...]
-    mesh: Mesh
+    models: tuple[Model, ...]  # one for each phase; they differ in their QK-norm at most
+    mesh: Mesh  # its devices may be placeholders
     rules: AxisRules
-    policy: SkipPolicy | None
+    policy: StabilityConfig | None  # which updates a step does not apply; None: it applies all
 
     def optimizer(self, phase: PhasePlan) -> optax.GradientTransformation:
         """The optimizer of a phase."""
@@ -133,9 +122,7 @@ class RunPlan:
 def plan_run(config: Config, mesh: Mesh, given: Given, chip: Chip, must_fit: bool = False) -> RunPlan:
     """The plan of a run on the devices of a mesh, which need not exist: a function of its arguments alone.
 
-    Args:
-      chip: of the mesh; settings "auto" are chosen by its memory.
-      must_fit: whether it is an error that no choice of them fits.
+    `remat` and `loss_chunks` "auto" are chosen by the memory of the chip; `must_fit`: it is an error that none fits.
 
     Raises:
       UserError: the config would not train: its shapes, encodings, mesh or batch sizes do not fit each other.
@@ -144,8 +131,17 @@ def plan_run(config: Config, mesh: Mesh, given: Given, chip: Chip, must_fit: boo
     phases, rules = plan_phases(config, given.layers), AxisRules()
     for phase in phases:
         check_batch(phase.config.batch_size, phase.config.accumulate, mesh, phase.where)
-    models = _models(config, phases, vocabulary(config, given.vocab_size), mesh, rules, chip, must_fit)
-    plan = RunPlan(config, given, phases, models, mesh, rules, skip_policy(config.stability))
+    vocab_size = vocabulary(config, given.vocab_size)
+    known: dict[Any, Model] = {}  # phases with the same QK-norm, settings and learned encodings share a model
+    models = []
+    for phase in phases:
+        shape = dataclasses.replace(config.model, vocab_size=vocab_size, qk_norm=phase.qk_norm)
+        shape = _choose_settings(shape, phase, config.data.segments, mesh, rules, chip, must_fit)
+        hooks = phase.schedule.hooks
+        if (shape, hooks) not in known:
+            known[shape, hooks] = Model(shape, hooks=hooks)
+        models.append(known[shape, hooks])
+    plan = RunPlan(config, given, phases, tuple(models), mesh, rules, skip_policy(config.stability))
     for phase, model in zip(phases, models, strict=True):
         parameter_shardings(model, mesh, rules)
         try:
@@ -193,31 +189,6 @@ def plan_phases(config: Config, given: Mapping[int, Sequence[Layer]] | None = No
     return tuple(plans)
 
 
-def _models(
-    config: Config,
-    phases: Sequence[PhasePlan],
-    vocab_size: int,
-    mesh: Mesh,
-    rules: AxisRules,
-    chip: Chip,
-    must_fit: bool,
-) -> tuple[Model, ...]:
-    """The model of each phase, with `remat` and `loss_chunks` chosen for the mesh and its chips where they are "auto".
-
-    Phases with the same QK-norm, settings and learned encodings share one. Raises `ConfigError` as `_choose_settings`.
-    """
-    known: dict[Any, Model] = {}
-    models = []
-    for phase in phases:
-        shape = dataclasses.replace(config.model, vocab_size=vocab_size, qk_norm=phase.qk_norm)
-        shape = _choose_settings(shape, phase, config.data.segments, mesh, rules, chip, must_fit)
-        hooks = phase.schedule.hooks
-        if (shape, hooks) not in known:
-            known[shape, hooks] = Model(shape, hooks=hooks)
-        models.append(known[shape, hooks])
-    return tuple(models)
-
-
 def vocabulary(config: Config, needed: int) -> int:
     """The size of the model's vocabulary: the config's, or else `needed`, rounded up to a multiple of 128."""
     given = config.model.vocab_size
@@ -233,9 +204,8 @@ def vocabulary(config: Config, needed: int) -> int:
 def least_memory(config: Config, phase: PhaseConfig) -> tuple[int, int]:
     """Parameters of a phase, and the bytes that it needs on all devices together; at least so many of both.
 
-    These are its state, and one hidden state of a micro-batch. The state is the parameters and the two moments of
-    AdamW, in float32; Muon has one moment of its matrices. The vocabulary is left out where the config has none;
-    `RunPlan.memory` has the exact figures.
+    These are the parameters and the two moments of AdamW, in float32, of which Muon has one for its matrices, and one
+    hidden state of a micro-batch. The vocabulary is left out where the config has none.
     """
     model = complete(dataclasses.replace(config.model, vocab_size=config.model.vocab_size or 1))
     tokens = phase.batch_size * phase.sequence_length
@@ -321,7 +291,7 @@ def prepared_directories(config: Config) -> list[AnyPath]:
 
 
 def _data_vocabulary(config: Config) -> int:
-    """The size of the vocabulary of a config's data, from the name or the file of its tokenizer."""
+    """The vocabulary of a config's data, from the name or the file of its tokenizer."""
     data = config.data
     needles = [NeedleOptions.from_mapping(s.options) for s in data.sources if s.source == "needles"]
     size = training_size(data.tokenizer)
@@ -342,10 +312,7 @@ def _data_vocabulary(config: Config) -> int:
 
 
 def prolong(config: Config, steps: int, kept: Sequence[int]) -> Config:
-    """The config with `steps` steps in its last phase, from `train --until`; itself if it has these steps already.
-
-    Args:
-      kept: the steps of the phase's checkpoints, in ascending order.
+    """The config with `steps` steps in its last phase, whose checkpoints are of the steps `kept`, ascending.
 
     Raises:
       ConfigError: the schedule cannot go on that way; see `optimizer.on_prolong`.
@@ -513,13 +480,7 @@ def _choose_settings(
 ) -> ModelConfig:
     """The config with `remat` and `loss_chunks` chosen where they are "auto": the fastest that fits by the estimate.
 
-    Args:
-      config: `remat` and `loss_chunks` may be "auto".
-      chip: of the mesh; memory 0 is unknown, and anything fits.
-      must_fit: otherwise, if nothing fits, the result is what needs the least memory.
-
-    Raises:
-      ConfigError: nothing fits.
+    If nothing fits, a `ConfigError` where it `must_fit`, else what needs the least memory.
     """
     if "auto" not in (config.remat, config.loss_chunks):
         return config

@@ -19,15 +19,12 @@ class Profiler:
     """Traces some steps of a command for XProf, with the memory of the devices after them.
 
     Every process writes its own files to PHASE/tensorboard/plugins/profile/step_FIRST in the run's directory: a
-    .xplane.pb, and a .memory.prof for pprof.
-
-    Attributes:
-      steps: which steps to trace, of those that the command trains, from 1; it may have none.
-      trained: the steps that the command has begun.
+    .xplane.pb, and a .memory.prof for pprof. `steps` to trace, if any, are of those that the command trains, from 1.
     """
 
     def __init__(self, steps: range = range(0)):
-        self.steps, self.trained, self._session = steps, 0, ""
+        self.steps, self._session = steps, ""
+        self.trained = 0  # the steps that the command has begun
         self._local: Path | None = None  # while it traces
 
     def begin(self, step: int) -> jax.profiler.StepTraceAnnotation:

@@ -71,22 +71,15 @@ def peak_flops() -> Peak:
 
 @dataclass(frozen=True, repr=False)
 class Run:
-    """A run that is open: its plan, with the steps of epochs, its data, and what this start of it measures with.
-
-    Attributes:
-      mixtures: of each phase, the sources of its data as JSON.
-      peak: of the devices, of which MFU is a fraction.
-      ledger: of the time of all phases.
-      profiler: counts the steps of all phases, and traces some.
-    """
+    """A run that is open: its plan, with the steps of epochs, its data, and what this start of it measures with."""
 
     plan: RunPlan
     workdir: AnyPath
-    mixtures: tuple[Sequence[dict[str, Any]], ...]
+    mixtures: tuple[Sequence[dict[str, Any]], ...]  # of each phase, the sources of its data as JSON
     tokenizer: Tokenizer
-    peak: Peak
-    ledger: Ledger
-    profiler: Profiler
+    peak: Peak  # of the devices, of which MFU is a fraction
+    ledger: Ledger  # of the time of all phases
+    profiler: Profiler  # counts the steps of all phases, and traces some
 
     @functools.cached_property
     def out(self) -> Any:
@@ -151,10 +144,7 @@ class Run:
 def open_run(
     plan: RunPlan, workdir: str | AnyPath, ledger: Ledger | None = None, profiler: Profiler | None = None
 ) -> Run:
-    """Opens (or prepares) the data of a plan, and checks the checkpoints that it starts from.
-
-    Writes nothing to `workdir`; what its checkpoints have read counts for phases of `epochs`. Without a ledger the time
-    is not kept.
+    """Opens (or prepares) the data of a plan, and checks the checkpoints that it starts from; writes to no workdir.
 
     Raises:
       UserError: the data or a checkpoint is missing, damaged, or does not fit; a tracker cannot be opened.
@@ -214,8 +204,7 @@ def _check_tokenizer(source: CheckpointSource, tokenizer: Tokenizer, where: str)
 def _with_steps(plan: RunPlan, pipelines: Sequence[Pipeline], workdir: AnyPath) -> Config:
     """The config with the steps of phases that have `epochs`; checks that no source runs dry in any phase.
 
-    Both count from the last checkpoint on, because the batches before it may have had another size. A phase that was
-    made longer has the steps that `--until` gave it.
+    Both count from the last checkpoint on, because the batches before it may have had another size.
     """
     phases = []
     for i, (phase, pipeline) in enumerate(zip(plan.config.phases, pipelines, strict=True)):

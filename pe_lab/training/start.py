@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pe_lab.checkpoints.checkpoint import Checkpoint, new_id, open_checkpoint, open_source
@@ -72,25 +71,22 @@ def start_phase(
     phase: PhasePlan,
     previous: AnyPath | None,
     store: Store,
-    optimizer: optax.GradientTransformation,
     shardings: Shardings,
     schedule: Schedule,
-    show: Callable[[str], None],
 ) -> Start:
-    """Reads or makes the state that a phase starts with.
+    """Reads or makes the state that a phase starts with; its schedule is on the devices.
 
     In this order: the last readable checkpoint in `store`, the phase's own; a child of `init_from` or of `previous`,
-    the last checkpoint of the previous phase, which is saved as step 0; random parameters. The schedule is on the
-    devices; `show` prints a line.
+    the last checkpoint of the previous phase, which is saved as step 0; random parameters.
 
     Raises:
       CheckpointError: a checkpoint is damaged or does not fit.
       DataError: the data has changed since the previous phase.
     """
     model = run.models[phase.index]
-    new_state = functools.partial(init_state, model, optimizer, policy=run.plan.policy)  # from parameters
+    new_state = functools.partial(init_state, model, run.plan.optimizer(phase), policy=run.plan.policy)
     if store.steps():
-        return _resume(run, phase, store, model, new_state, shardings, show)
+        return _resume(run, phase, store, new_state, shardings)
     source = phase.config.init_from or previous
     if not source or source == "random":
         make = jax.jit(lambda key: new_state(model.init(key)), out_shardings=shardings.state)
@@ -117,23 +113,18 @@ def start_phase(
         what = changed if what == NOTHING else f"{what}; {changed}"
     path = run.workdir / phase.name / DIRECTORY / "0"
     lineage = [*parent.metadata["lineage"], lineage_entry(what, new_id(), str(path), 0)]
-    show(f"{phase.name}: from {parent.path}: {what}")
+    run.out.print(f"{phase.name}: from {parent.path}: {what}")
     store.save(0, params, None, checkpoint_metadata(run, phase, lineage, 0, None))
     store.wait()
     return Start(jax.jit(new_state, out_shardings=shardings.state)(params), 0, 0, lineage, None)
 
 
 def _resume(
-    run: Run,
-    phase: PhasePlan,
-    store: Store,
-    model: Model,
-    new_state: Callable[[Params], TrainState],
-    shardings: Shardings,
-    show: Callable[[str], None],
+    run: Run, phase: PhasePlan, store: Store, new_state: Callable[[Params], TrainState], shardings: Shardings
 ) -> Start:
     """The state of the last whole checkpoint. Later ones are moved away, and their steps trained again."""
-    template = templates(jax.eval_shape(new_state, model.shapes), shardings.state)
+    show, shapes = run.out.print, run.models[phase.index].shapes
+    template = templates(jax.eval_shape(new_state, shapes), shardings.state)
     if phase.config.prolonged:
         _set_former_aside(phase, store, show)
     without_manifest = store.uncommitted()
@@ -173,11 +164,7 @@ def _resume(
 
 
 def _changes(run: Run, phase: PhasePlan, metadata: Mapping[str, Any]) -> str:
-    """What has changed in the config since a checkpoint was written, as far as training goes on with it; "" if nothing.
-
-    Raises:
-      CheckpointError: the checkpoint is of another run, or of another phase.
-    """
+    """What has changed in the config since a checkpoint, in words; `CheckpointError` for another run or phase."""
     if metadata["phase"] != phase.name:
         raise CheckpointError(f"It is of phase '{metadata['phase']}'.")
     before = metadata["config"]
@@ -266,24 +253,15 @@ def _change_qk_norm(
 
 @dataclass(frozen=True)
 class StepInputs:
-    """The third argument of a train step, by the step.
+    """The third argument of a train step, by the step."""
 
-    Attributes:
-      schedule: of the phase, on the devices.
-      distilled: as `compile_train_step` takes it; None without a teacher.
-      flops: per token, of the teacher's forward pass.
-      teacher: parameters and schedule of the teacher.
-      transition: of a phase whose encoding changes gradually.
-      until: the step at which the transition ends.
-    """
-
-    schedule: Schedule
+    schedule: Schedule  # of the phase, on the devices
     shardings: Shardings
-    distilled: tuple[DistilledLoss, DistilledInputs] | None = None
-    flops: Flops = Flops(0.0, 0.0)
+    distilled: tuple[DistilledLoss, DistilledInputs] | None = None  # of a teacher, as `compile_train_step` takes it
+    flops: Flops = Flops(0.0, 0.0)  # per token, of the teacher's forward pass
     teacher: tuple[Params, Schedule] | None = None
-    transition: ScheduleTransition | None = None
-    until: float = 0.0
+    transition: ScheduleTransition | None = None  # of a phase whose encoding changes gradually
+    until: float = 0.0  # the step at which the transition ends
 
     def at(self, step: int) -> Any:
         """The schedule of a step, counted from 0, or `DistilledInputs` of a phase that distils."""
@@ -295,20 +273,9 @@ class StepInputs:
 
 
 def step_inputs_of(
-    run: Run,
-    phase: PhasePlan,
-    previous: AnyPath | None,
-    schedule: Schedule,
-    shardings: Shardings,
-    show: Callable[[str], None],
+    run: Run, phase: PhasePlan, previous: AnyPath | None, schedule: Schedule, shardings: Shardings
 ) -> StepInputs:
-    """What the steps of a phase get; its teacher is opened.
-
-    Args:
-      previous: the last checkpoint of the previous phase.
-      schedule: of the phase, on the devices.
-      shardings: of the phase's state.
-      show: prints a line.
+    """What the steps of a phase get, whose schedule is on the devices; its teacher is opened.
 
     Raises:
       UserError: the teacher or the start of the transition cannot be read, or does not fit.
@@ -317,13 +284,13 @@ def step_inputs_of(
     start = None if start == "random" else start
     found = StepInputs(schedule, shardings)
     if learns(phase.config.distill):
-        found = _with_teacher(found, run, phase, start, show)
+        found = _with_teacher(found, run, phase, start)
     if phase.config.transition is not None:
-        found = _with_transition(found, run, phase, start, show)
+        found = _with_transition(found, run, phase, start)
     return found
 
 
-def _with_teacher(found: StepInputs, run: Run, phase: PhasePlan, start: Any, show: Callable[[str], None]) -> StepInputs:
+def _with_teacher(found: StepInputs, run: Run, phase: PhasePlan, start: Any) -> StepInputs:
     how, model = phase.config.distill, run.models[phase.index]
     assert how is not None
     source = start if how.teacher == "init" else how.teacher
@@ -340,7 +307,7 @@ def _with_teacher(found: StepInputs, run: Run, phase: PhasePlan, start: Any, sho
         distilled = distilled_loss(model, shape, schedule, how, run.mesh, run.rules)
     except UserError as error:
         raise type(error)(f"{phase.where}.distill: {error}") from None
-    show(f"{phase.name}: learns from {its.path} too")
+    run.out.print(f"{phase.name}: learns from {its.path} too")
     flops = train_flops_per_token(shape, length, schedule.structure).forward
     schedule = jax.device_put(schedule, found.shardings.replicated)
     return dataclasses.replace(found, distilled=distilled, flops=flops, teacher=(its.params, schedule))
@@ -349,20 +316,14 @@ def _with_teacher(found: StepInputs, run: Run, phase: PhasePlan, start: Any, sho
 def distilled_loss(
     model: Model, shape: ModelConfig, schedule: Schedule, how: DistillConfig, mesh: Mesh, rules: AxisRules
 ) -> tuple[DistilledLoss, DistilledInputs]:
-    """The loss of a model with a teacher of a shape and a schedule, and the shardings of its inputs.
-
-    Raises:
-      ConfigError: the teacher's shape does not fit.
-    """
+    """The loss of a model with a teacher, and its inputs' shardings; `ConfigError` if the teacher does not fit."""
     teacher = Model(shape, backward=False, hooks=schedule.hooks)
     replicated = NamedSharding(mesh, PartitionSpec())
     placed = DistilledInputs(replicated, parameter_shardings(teacher, mesh, rules), replicated)
     return DistilledLoss(model, teacher, how), placed
 
 
-def _with_transition(
-    found: StepInputs, run: Run, phase: PhasePlan, start: Any, show: Callable[[str], None]
-) -> StepInputs:
+def _with_transition(found: StepInputs, run: Run, phase: PhasePlan, start: Any) -> StepInputs:
     how, model = phase.config.transition, run.models[phase.index].config
     assert how is not None
     try:
@@ -377,5 +338,5 @@ def _with_transition(
     except UserError as error:
         raise type(error)(f"{phase.where}.transition: {error}") from None
     until = how.until * phase.config.steps
-    show(f"{phase.name}: the encoding changes gradually until step {until:.0f} ({how.how})")
+    run.out.print(f"{phase.name}: the encoding changes gradually until step {until:.0f} ({how.how})")
     return dataclasses.replace(found, transition=moved, until=until)

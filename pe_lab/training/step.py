@@ -11,11 +11,12 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from pe_lab.config import StabilityConfig
 from pe_lab.model import LossSums, Model, Params
 from pe_lab.parallel import AxisRules, use_mesh
 from pe_lab.parallel.compiler import compiler_options
 from pe_lab.positional import Schedule
-from pe_lab.training.stability import History, SkipPolicy, empty_history, is_spike, push
+from pe_lab.training.stability import History, empty_history, is_spike, push
 
 Batch = Mapping[str, Any]  # tokens, targets, weights [B, T]; segments and positions [B, T] where documents are masked
 BATCH_AXES = ("batch", None)  # only activations are sharded over a context axis, and in another order
@@ -65,10 +66,10 @@ class TrainState(NamedTuple):
 
 
 def init_state(
-    model: Model, optimizer: optax.GradientTransformation, params: Params, policy: SkipPolicy | None = None
+    model: Model, optimizer: optax.GradientTransformation, params: Params, policy: StabilityConfig | None = None
 ) -> TrainState:
     """The state before the first step, from parameters."""
-    history = empty_history(policy.window) if policy and policy.spikes else ()
+    history = empty_history(policy.window) if policy and policy.on_spike == "skip" else ()
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), history)
 
 
@@ -96,7 +97,7 @@ def train_step(
     state: TrainState,
     batch: Batch,
     schedule: Any,
-    policy: SkipPolicy | None = None,
+    policy: StabilityConfig | None = None,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """One update on the mean loss per unit of weight over the whole batch.
 
@@ -105,8 +106,8 @@ def train_step(
 
     The metrics have the numbers of `Auxiliary` too, by their names, as means over the batch.
 
-    With a `policy`, the update of a step that it refuses is not applied, and the metric `skipped` is 1; the learning
-    rate goes on as if the step had been taken.
+    The update of a step that the `policy` skips is not applied, and the metric `skipped` is 1; the learning rate goes
+    on as if the step had been taken.
     """
     total = batch["weights"].sum()
     total = jnp.where(total > 0, total, 1.0)  # a batch of chats may have no answer: its loss and gradient are 0
@@ -121,10 +122,10 @@ def train_step(
         return TrainState(state.step + 1, params, optimizer_state, state.history), metrics
 
     skipped, history = jnp.zeros((), bool), state.history
-    if policy.nonfinite:
+    if policy.on_nonfinite == "skip":
         skipped = ~(jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"]))
-    if policy.spikes:
-        skipped |= is_spike(history, metrics["loss"], metrics["grad_norm"], policy.sigma)
+    if policy.on_spike == "skip":
+        skipped |= is_spike(history, metrics["loss"], metrics["grad_norm"], policy.spike_sigma)
         history = push(history, metrics["loss"], metrics["grad_norm"], ~skipped)
 
     def unless_skipped(new: Any, old: Any) -> Any:
@@ -164,7 +165,7 @@ def make_shardings(
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
     rules: AxisRules,
-    policy: SkipPolicy | None = None,
+    policy: StabilityConfig | None = None,
 ) -> Shardings:
     """Shardings of state and batch from logical axes. Optimizer moments are sharded as their parameters."""
     replicated = NamedSharding(mesh, PartitionSpec())
@@ -178,7 +179,7 @@ def make_shardings(
         is_leaf=lambda node: isinstance(node, optax.MaskedNode),  # Muon's matrices have no moments of AdamW
     )
     batch = NamedSharding(mesh, rules.spec(BATCH_AXES))
-    history = History(replicated, replicated, replicated) if policy and policy.spikes else ()
+    history = History(replicated, replicated, replicated) if policy and policy.on_spike == "skip" else ()
     return Shardings(TrainState(replicated, params, optimizer_state, history), batch, replicated)
 
 
@@ -190,7 +191,7 @@ def compile_train_step(
     accumulate: int = 1,
     random_positions: RandomPositions | None = None,
     options: Mapping[str, Any] | None = None,
-    policy: SkipPolicy | None = None,
+    policy: StabilityConfig | None = None,
     distilled: tuple[Loss, Any] | None = None,
 ) -> Any:
     """The jitted step: (state, batch, schedule) -> (state, metrics). The old state is donated.
