@@ -188,11 +188,7 @@ def write_logit_scale(
 
 
 def read_logit_scale(checkpoint: Checkpoint) -> Beta | None:
-    """The scale that was fitted for a checkpoint, or None.
-
-    Raises:
-      CheckpointError: the file is damaged.
-    """
+    """The scale that was fitted for a checkpoint, or None. Raises `CheckpointError`: the file is damaged."""
     path = _scale_file(checkpoint)
     entry = _read_scales(path).get(str(checkpoint.metadata.get("id"))) if path is not None else None
     if entry is None:

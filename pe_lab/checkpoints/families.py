@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
-from flax.traverse_util import flatten_dict
 from jaxtyping import Shaped
 
 from pe_lab.config import ModelConfig
@@ -156,9 +156,10 @@ def leaf_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {path: tuple(leaf.shape[1:] if path.startswith(LAYERS) else leaf.shape) for path, leaf in whole.items()}
 
 
-def leaf_paths(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaves of a tree with the structure of parameters, by dotted path."""
-    return flatten_dict(tree, sep=".")
+def leaf_paths(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree by dotted path, such as `layers.mlp.up`."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,8 @@ class HuggingFaceSource(TensorSource):
                 f"{directory} has weights of type {', '.join(sorted(unknown))}; known: {', '.join(READ_DTYPES)}."
             )
         self.dtype = np.dtype(READ_DTYPES[kinds.pop()]) if len(kinds) == 1 else np.dtype(np.float32)
-        self.tokenizer = f"hf:{directory}" if has_tokenizer(directory) else ""
+        has_tokenizer = any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
+        self.tokenizer = f"hf:{directory}" if has_tokenizer else ""
 
     def _check_leftover(self, names: list[str]) -> None:
         """`CheckpointError` unless the tensors that no leaf has are a copy of the embedding, as in many tied models."""
@@ -86,11 +87,6 @@ class HuggingFaceSource(TensorSource):
                 return opened.get_tensor(name) if rows == slice(None) else opened.get_slice(name)[rows]
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file}: tensor '{name}' cannot be read ({error}).") from error
-
-
-def has_tokenizer(directory: Path) -> bool:
-    """Whether a Hugging Face directory has a tokenizer."""
-    return any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
 
 
 def _tensors_of(directory: Path) -> dict[str, tuple[str, tuple[int, ...], str]]:
@@ -180,7 +176,6 @@ def plan_export(
     """Plans the export of a model without reading its weights.
 
     Args:
-      source: the model.
       family: one of `FAMILIES`; None is the first that can express the model.
       dtype: of the weights; None keeps the source's.
       length: tokens at which to fix encodings and scales that depend on the length.
@@ -311,11 +306,7 @@ def _cast(array: np.ndarray, kind: np.dtype, name: str) -> np.ndarray:
 
 
 def choose_family(model: ModelConfig, layers: Sequence[Layer]) -> Family:
-    """The first stock family that can express a model.
-
-    Raises:
-      UnsupportedError: none can; with the reason of each.
-    """
+    """The first stock family that can express a model. Raises `UnsupportedError`: none can; with the reason of each."""
     reasons = {}
     for family in FAMILIES.values():
         if family.stock:

@@ -11,7 +11,7 @@ from typing import Any
 from pe_lab import storage
 from pe_lab.errors import CheckpointError, DataError, excerpt
 from pe_lab.storage import AnyPath, absolute, children, exists, is_file, json_object, kvstore, read_bytes
-from pe_lab.storage.manifest import MANIFEST, Damage, Manifest
+from pe_lab.storage.manifest import MANIFEST, SMALL_BYTES, Damage, Manifest
 from pe_lab.terminal import console
 
 DIRECTORY = "checkpoints"  # of a phase; has one directory per step
@@ -36,15 +36,10 @@ def lineage_entry(what: str, checkpoint_id: str, path: str, step: int) -> dict[s
     return {"id": checkpoint_id, "what": what, "path": path, "step": step}
 
 
-def metadata_file(path: AnyPath) -> AnyPath:
-    """The JSON file of a checkpoint's metadata, which Orbax writes."""
-    return path / "metadata" / "metadata"
-
-
 def stored_metadata(path: AnyPath) -> dict[str, Any]:
     """The metadata of the checkpoint at `path`, of a known format; `CheckpointError` if it cannot be read."""
     try:
-        metadata = json_object(read_bytes(metadata_file(path)))
+        metadata = json_object(read_bytes(path / "metadata" / "metadata"))  # the file that Orbax writes
     except OSError as error:
         raise CheckpointError(
             f"The checkpoint '{path}' cannot be read ({error.strerror or first_line(error)})."
@@ -132,7 +127,7 @@ def quick_damage(path: AnyPath) -> list[Damage]:
         manifest = read_manifest(path)
     except CheckpointError as error:
         return [Damage(MANIFEST, f"cannot be used: {error}")]
-    return manifest.quick_damage(path)
+    return manifest.damage(path, lambda name, digest: digest.size <= SMALL_BYTES)
 
 
 def database(directory: AnyPath) -> dict[str, Any]:
@@ -144,9 +139,6 @@ def absent_arrays(path: AnyPath, manifest: Manifest) -> list[str]:
     """The arrays that a checkpoint's manifest describes and whoever reads it would not find, such as `params.head`.
 
     Digests tell that files are those that were written; this, that arrays are reached from them.
-
-    Raises:
-      CheckpointError: the databases that have the arrays cannot be opened.
     """
     import tensorstore as ts
 
@@ -205,10 +197,7 @@ def resolve(path: str | AnyPath) -> tuple[AnyPath, int]:
 
 
 def find_checkpoints(run: str | AnyPath) -> list[AnyPath]:
-    """The last whole checkpoint of every phase of a run, in the order of its phases.
-
-    `run` may also be one phase, or a directory of surgery.
-    """
+    """The last whole checkpoint of every phase of a run (or of one phase, or of surgery), in the order of phases."""
     run = storage.path("the run", run)
     found = []
     for phase in (run, *sorted(children(run))):

@@ -133,13 +133,18 @@ def blocks(leaf: str, shape: tuple[int, ...], itemsize: int) -> list[slice]:
     return [slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
 
 
-def shardings(model: Model, mesh: Mesh | None, rules: AxisRules | None) -> Params:
-    """The sharding of every parameter over a mesh; without a mesh, the first device."""
+def parameter_shardings(model: Model, mesh: Mesh | None, rules: AxisRules | None) -> Params:
+    """The sharding of each parameter, without a mesh the first device; a `UserError` names one that does not divide."""
     if mesh is None:
         device = SingleDeviceSharding(jax.local_devices()[0])
         return jax.tree.map(lambda leaf: device, model.shapes)
     chosen = rules or AxisRules()
-    return jax.tree.map(lambda leaf, axes: chosen.sharding(mesh, axes, leaf.shape), model.shapes, model.axes)
+
+    def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, axes: tuple[str, ...]) -> Sharding:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        return chosen.sharding(mesh, axes, leaf.shape, f"parameter {name}")
+
+    return jax.tree_util.tree_map_with_path(place, model.shapes, model.axes)
 
 
 def place(source: CheckpointSource, mesh: Mesh | None = None, rules: AxisRules | None = None) -> Params:
@@ -148,7 +153,7 @@ def place(source: CheckpointSource, mesh: Mesh | None = None, rules: AxisRules |
     A process reads the parts of its own devices, one tensor at a time.
     """
     model = Model(source.model)
-    where = leaf_paths(shardings(model, mesh, rules))
+    where = leaf_paths(parameter_shardings(model, mesh, rules))
     shapes = leaf_paths(model.shapes)
     return nested({path: _assemble(source, path, leaf.shape, where[path]) for path, leaf in shapes.items()})
 

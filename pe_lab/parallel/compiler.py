@@ -53,12 +53,6 @@ def libtpu_version() -> str:
     return _version("libtpu")
 
 
-def missing_for_gpus() -> list[str]:
-    """The packages that compiling for GPUs needs and this machine lacks; all are in the extra `gpu`."""
-    nvidia = ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-nvjitlink", "nvidia-cudnn-cu13")
-    return [name for name in ("jax-cuda13-plugin", "jax-cuda13-pjrt", *nvidia) if not _version(name)]
-
-
 def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
@@ -130,7 +124,8 @@ _GPUS = {
 
 def _gpu_devices(topology: Topology) -> list[Any]:
     """The GPUs of one node, or of several nodes, each of them a process."""
-    if missing := missing_for_gpus():
+    nvidia = ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-nvjitlink", "nvidia-cudnn-cu13")
+    if missing := [name for name in ("jax-cuda13-plugin", "jax-cuda13-pjrt", *nvidia) if not _version(name)]:
         raise NoCompiler(f"without {', '.join(missing)}: pip install 'pe-lab[gpu]' (Linux), no GPU needed")
     from jax.experimental import topologies
 

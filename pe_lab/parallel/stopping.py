@@ -63,7 +63,7 @@ class StopRequests:
 
         Through it all processes agree on a step. Call it in the main thread once the processes are connected.
         """
-        if not (_several_processes() and self is _active):
+        if not (jax.distributed.is_initialized() and self is _active):
             return
         libc = ctypes.CDLL(None)
         libc.signal.restype, libc.signal.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
@@ -103,7 +103,7 @@ class StopRequests:
 
     def _handle(self, number: int, frame: Any) -> None:
         """In the main thread."""
-        if _several_processes():  # the thread has told `jax.distributed`
+        if jax.distributed.is_initialized():  # the thread has told `jax.distributed`
             return
         self.received = self.received or number
         if not self.can_save and not self.raised:
@@ -132,7 +132,7 @@ class StopRequests:
                 tell_at_once(f"{name}: {'saving, then leaving' if saves else 'leaving'}; once more to leave at once")
                 if self._agree is not None:
                     self._agree(signal.SIGTERM)
-                elif not _several_processes():
+                elif not jax.distributed.is_initialized():
                     threading.Thread(target=self._end_if_stuck, args=(number,), daemon=True).start()
 
     def _end_if_stuck(self, number: int) -> None:
@@ -150,10 +150,9 @@ class StopRequests:
 
 
 class Interrupts(StopRequests):
-    """SIGINT of a process that goes on, such as a notebook. It is never ended, and SIGTERM is its own.
+    """SIGINT of a process that goes on, such as a notebook; SIGTERM is its own.
 
-    The first one asks for a save where there is something to save. Elsewhere, and the second time, it is an ordinary
-    `KeyboardInterrupt`.
+    The first one asks for a save where there is something to save; any other one is an ordinary `KeyboardInterrupt`.
     """
 
     whole_process = False
@@ -205,26 +204,18 @@ def _swallows(frame: Any) -> bool:
     return False
 
 
-def _several_processes() -> bool:
-    return jax.distributed.is_initialized()
-
-
 def watch_maintenance() -> None:
     """Sends this process SIGTERM when the metadata server of its Google Cloud VM says that the VM will be stopped.
 
     Asks in threads of its own, and only where there is such a server. A migration that does not stop the VM is none.
     """
-    if not (os.environ.get("GCE_METADATA_IP") or _on_google_cloud()):
+    product = ""
+    with contextlib.suppress(OSError):
+        product = Path("/sys/class/dmi/id/product_name").read_text()
+    if not (os.environ.get("GCE_METADATA_IP") or product.startswith("Google")):
         return
     for key in NOTICES:
         threading.Thread(target=_watch, args=(key,), name=f"watch {key}", daemon=True).start()
-
-
-def _on_google_cloud() -> bool:
-    try:
-        return Path("/sys/class/dmi/id/product_name").read_text().startswith("Google")
-    except OSError:
-        return False
 
 
 def _watch(key: str) -> None:
@@ -260,7 +251,7 @@ class _PeerWatch:
     def __init__(self, client: Any, index: int, count: int):
         self._client, self._index = client, index
         self._seen = dict.fromkeys(range(count), ("", time.monotonic()))  # the last beat of each, and when it was new
-        self._lock, self._done = threading.Lock(), threading.Event()
+        self._lock, self.done = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="lost processes", daemon=True)
 
     def start(self) -> None:
@@ -278,7 +269,7 @@ class _PeerWatch:
         if self._index:
             set_handler, before = self._restore
             set_handler(signal.SIGABRT, before)
-        self._done.set()
+        self.done.set()
         self._thread.join()
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._beat("done")
@@ -288,7 +279,7 @@ class _PeerWatch:
 
     def _run(self) -> None:
         number, unreachable = 0, 0
-        while not self._done.is_set():
+        while not self.done.is_set():
             number += 1
             try:
                 self._beat(f"{number} {socket.gethostname()}")
@@ -298,7 +289,7 @@ class _PeerWatch:
                 unreachable += 1
                 if unreachable >= 2 and self._index:
                     self.end([0])  # which serves the store
-            self._done.wait(BEAT_SECONDS)
+            self.done.wait(BEAT_SECONDS)
 
     def _look(self, beats: dict[str, str]) -> None:
         now = time.monotonic()
@@ -327,17 +318,12 @@ class _PeerWatch:
             tell_at_once(text)
             os._exit(os.EX_TEMPFAIL)
 
-    def wait_for_lost(self) -> None:
-        """Waits until a lost process is known, and ends this one; returns if all live."""
-        self._done.wait(LOST_SECONDS + 3 * BEAT_SECONDS)
-
 
 @contextlib.contextmanager
 def lost_processes() -> Iterator[None]:
     """For the block, watches the other processes of `start_processes`: if one dies, this one ends with status 75.
 
-    The message says which process was lost, and its host. The error of an operation that a lost process took part in
-    is replaced by that message.
+    A message says which was lost, and its host, in place of the error of an operation that it took part in.
     """
     state = coordination()
     if state.client is None:
@@ -348,7 +334,7 @@ def lost_processes() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, OSError):
-        watch.wait_for_lost()
+        watch.done.wait(LOST_SECONDS + 3 * BEAT_SECONDS)  # until a lost process is known, which ends this one
         raise
     finally:
         watch.stop()

@@ -107,10 +107,7 @@ class Topology:
 def parse_topology(text: str, slices: int = 1) -> Topology:
     """The topology named by `v5e:16x16`, `h100:8`, `cpu:8` or `local`; of a TPU, several slices of this shape.
 
-    The memory of a GPU is what JAX may use of it.
-
-    Raises:
-      ConfigError: the chip is unknown, or its shape has another number of dimensions.
+    The memory of a GPU is what JAX may use of it. `ConfigError` for an unknown chip, or a shape that it does not have.
     """
     text = text.strip().lower()
     name, colon, shape = text.partition(":")
@@ -174,11 +171,7 @@ class _Placeholder:
 
 
 def placeholder_mesh(config: MeshConfig, count: int, slices: int = 1) -> Mesh:
-    """The mesh of a run over `count` devices that need not exist, for shardings and `jax.eval_shape`.
-
-    Raises:
-      ConfigError: the product of the axes is not `count`, or the data axis does not divide over the slices.
-    """
+    """The mesh of a run over `count` devices that need not exist, for shardings and `eval_shape`; see `mesh_shape`."""
     devices = np.empty(count, object)
     devices[:] = [_Placeholder(i) for i in range(count)]
     return Mesh(devices.reshape(mesh_shape(config, count, slices)), AXES)

@@ -64,11 +64,7 @@ class Exchange:
         self._client.key_value_set_bytes(f"{self._name}/{piece}", pickle.dumps(result))
 
     def take(self, piece: int, wait: bool = True) -> tuple[bool, Any]:
-        """(whether it is there, the result) of another process's piece.
-
-        Raises:
-          UserError, RuntimeError: another process failed, or deals other pieces.
-        """
+        """(whether it is there, the result) of another process's piece; raises if that failed or deals other pieces."""
         while True:
             try:
                 if wait:
@@ -81,22 +77,20 @@ class Exchange:
                     raise
                 if not wait:
                     return False, None
-                self._check(self._owners[piece])
+            owner = self._owners[piece]
+            if failure := _stored(self._client, FAILURE):
+                raise pickle.loads(failure)
+            dealt = _stored(self._client, f"{self._name}/dealt/{owner}")
+            if dealt and dealt.decode() != self._digest:
+                raise RuntimeError(
+                    f"Processes {_program.index} and {owner} have different work: their files or arguments differ."
+                )
 
     def close(self) -> None:
         """Ends the exchange for this process, which has all results; the last process removes them."""
         if self._client.key_value_increment(f"{self._name}-read", 1) == _program.count:
             self._client.key_value_delete(self._name)
             self._client.key_value_delete(f"{self._name}-read")
-
-    def _check(self, owner: int) -> None:
-        if failure := _stored(self._client, FAILURE):
-            raise pickle.loads(failure)
-        dealt = _stored(self._client, f"{self._name}/dealt/{owner}")
-        if dealt and dealt.decode() != self._digest:
-            raise RuntimeError(
-                f"Processes {_program.index} and {owner} have different work: their files or arguments differ."
-            )
 
 
 def _stored(client: Any, key: str) -> bytes | None:
@@ -136,16 +130,12 @@ def one_program(together: bool = False) -> Iterator[None]:
         except BaseException as error:
             # Of several failures the first one counts: the later set is refused.
             with contextlib.suppress(jax.errors.JaxRuntimeError):
-                _program.client.key_value_set_bytes(FAILURE, pickle.dumps(_for_others(error)))
+                where = f"Process {_program.index} of {_program.count}"
+                known = isinstance(error, UserError)
+                text = f"{where}: {error}" if known else f"{where} ended with {type(error).__name__}: {error}"
+                failure = type(error)(text) if known else RuntimeError(text)
+                _program.client.key_value_set_bytes(FAILURE, pickle.dumps(failure))
             raise
-
-
-def _for_others(error: BaseException) -> Exception:
-    """An error as the other processes raise it."""
-    where = f"Process {_program.index} of {_program.count}"
-    if isinstance(error, UserError):
-        return type(error)(f"{where}: {error}")
-    return RuntimeError(f"{where} ended with {type(error).__name__}: {error}")
 
 
 def is_first() -> bool:

@@ -179,10 +179,6 @@ class Manifest:
             found = zip(self.files, pool.map(check, self.files.items()), strict=True)
             return [Damage(name, what) for name, what in found if what]
 
-    def quick_damage(self, directory: AnyPath) -> list[Damage]:
-        """As `damage`, without reading large files: what can be found in milliseconds."""
-        return self.damage(directory, lambda name, digest: digest.size <= SMALL_BYTES)
-
 
 def _listed(entry: Entry) -> Digest:
     """The digest of a file with a listed CRC-32C."""

@@ -72,7 +72,7 @@ class Ledger:
             self._reached[phase] = max(step, self._reached.get(phase, 0))
         self._start = 1 + max((record["start"] for record in records), default=0)
         self._log = AppendedLog(self.path, waits=True)
-        self._write()
+        self.write()
         self._thread = threading.Thread(target=self._record_regularly, name="ledger", daemon=True)
         self._thread.start()
 
@@ -109,7 +109,15 @@ class Ledger:
     def write(self) -> None:
         """Appends the time since the last record."""
         with self._lock:
-            self._write()
+            if self._log is None:
+                return
+            self._switch(self._bucket)
+            record = {"start": self._start, "time": round(time.time(), 3), "created": round(self._created, 3)}
+            if self._phase:
+                record |= {"phase": self._phase, "step": self._step}
+            seconds = {bucket: round(self._seconds[bucket], 6) for bucket in BUCKETS if self._seconds[bucket]}
+            self._seconds.clear()
+            self._log.append({**record, "seconds": seconds})
 
     @property
     def opened(self) -> bool:
@@ -130,17 +138,6 @@ class Ledger:
         self._seconds[before] += now - self._mark
         self._mark, self._bucket = now, bucket
         return before
-
-    def _write(self) -> None:
-        if self._log is None:
-            return
-        self._switch(self._bucket)
-        record = {"start": self._start, "time": round(time.time(), 3), "created": round(self._created, 3)}
-        if self._phase:
-            record |= {"phase": self._phase, "step": self._step}
-        seconds = {bucket: round(self._seconds[bucket], 6) for bucket in BUCKETS if self._seconds[bucket]}
-        self._seconds.clear()
-        self._log.append({**record, "seconds": seconds})
 
     def _record_regularly(self) -> None:
         while not self._done.wait(RECORD_SECONDS):

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from pe_lab import storage
 from pe_lab.checkpoints.checkpoint import is_external, open_source
+from pe_lab.checkpoints.source import parameter_shardings
 from pe_lab.config import Config, ModelConfig, PhaseConfig, ProlongedConfig, StabilityConfig, check_bounds, check_name
 from pe_lab.data.needles import NeedleOptions, place_symbols
 from pe_lab.data.shards import METADATA_FILE, read_metadata
@@ -32,7 +33,7 @@ from pe_lab.storage import AnyPath, is_file
 from pe_lab.training.muon import newton_schulz_bytes, newton_schulz_flops
 from pe_lab.training.optimizer import last_at_peak, learning_rate, make_optimizer
 from pe_lab.training.stability import skip_policy
-from pe_lab.training.step import TrainState, init_state, make_shardings, parameter_shardings
+from pe_lab.training.step import TrainState, init_state, make_shardings
 
 
 class Given(NamedTuple):
@@ -88,11 +89,7 @@ class RunPlan:
         return learning_rate(phase.config.optimizer, phase.config.steps, phase.config.prolonged)
 
     def attention(self, phase: PhasePlan) -> str:
-        """The attention implementations of a phase, such as `chunked on layers 0-23`.
-
-        Raises:
-          UserError: the config names an implementation that cannot compute a layer.
-        """
+        """The attention of a phase, such as `chunked on layers 0-23`; `UserError` if the config's cannot compute it."""
         model, structure = self.models[phase.index], phase.schedule.structure
         with use_mesh(self.mesh, self.rules):
             chosen = model.attention_by_layer(structure, phase.config.sequence_length, self.config.data.segments)
@@ -153,13 +150,10 @@ def plan_run(config: Config, mesh: Mesh, given: Given, chip: Chip, must_fit: boo
 
 
 def plan_phases(config: Config, given: Mapping[int, Sequence[Layer]] | None = None) -> tuple[PhasePlan, ...]:
-    """Resolves and checks every phase.
+    """Resolves every phase; a `UserError` names one with a wrong key.
 
     Edits (`drop(...)`, `rescale(...)`) and an unset `qk_norm` refer to the phase or the checkpoint that a phase
     starts from, whose layers are in `given`.
-
-    Raises:
-      UserError: a key of a phase is wrong; names the phase.
     """
     names = [phase.name for phase in config.phases]
     if not names or len(set(names)) != len(names):
@@ -236,11 +230,7 @@ def _check_retention(config: Config) -> None:
 
 
 def plan_here(config: Config, devices: Sequence[Any] | None = None) -> RunPlan:
-    """The plan of a run on this machine: on `devices`, by default all of all processes.
-
-    Raises:
-      UserError: as `plan_run`; or not even the least that a phase needs fits this machine.
-    """
+    """The plan of a run on all devices of all processes, or on `devices`; `UserError` also if they are too small."""
     check_bounds(config, "config")
     mesh = make_mesh(config.mesh, devices)
     here = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
@@ -253,13 +243,23 @@ def plan_here(config: Config, devices: Sequence[Any] | None = None) -> RunPlan:
 
 
 def read_given(config: Config) -> Given:
-    """What a plan of this config needs of files: the vocabulary of its data, and the layers of checkpoints.
-
-    Raises:
-      UserError: a file is damaged, or the vocabulary is not known without one that is missing.
-    """
+    """What a plan needs of files; `UserError` if one is damaged, or missing where it alone tells the vocabulary."""
     layers = given_layers(config)
-    return Given(config.model.vocab_size or _data_vocabulary(config), layers)
+    if config.model.vocab_size:
+        return Given(config.model.vocab_size, layers)
+    data = config.data
+    needles = [NeedleOptions.from_mapping(s.options) for s in data.sources if s.source == "needles"]
+    size = training_size(data.tokenizer)
+    try:
+        if prepared := prepared_directories(config):
+            size = read_metadata(prepared[0]).vocab_size
+        elif data.prepared:
+            size = read_metadata(storage.path("data.prepared", data.prepared)).vocab_size
+        elif size is None:
+            size = load_tokenizer(data.tokenizer).vocab_size
+    except UserError as error:
+        raise type(error)(f"The tokenizer determines the vocabulary. {error} Or set model.vocab_size.") from None
+    return Given(place_symbols(dict(enumerate(needles)), size)[1], layers)
 
 
 def given_layers(config: Config) -> dict[int, tuple[Layer, ...]]:
@@ -288,23 +288,6 @@ def prepared_directories(config: Config) -> list[AnyPath]:
     text = [f"prepared:{data.prepared}"] if data.prepared else text
     found = [storage.path("data", name.removeprefix("prepared:")) for name in text if name.startswith("prepared:")]
     return found if len(found) == len(text) and all(is_file(path / METADATA_FILE) for path in found) else []
-
-
-def _data_vocabulary(config: Config) -> int:
-    """The vocabulary of a config's data, from the name or the file of its tokenizer."""
-    data = config.data
-    needles = [NeedleOptions.from_mapping(s.options) for s in data.sources if s.source == "needles"]
-    size = training_size(data.tokenizer)
-    try:
-        if prepared := prepared_directories(config):
-            size = read_metadata(prepared[0]).vocab_size
-        elif data.prepared:
-            size = read_metadata(storage.path("data.prepared", data.prepared)).vocab_size
-        elif size is None:
-            size = load_tokenizer(data.tokenizer).vocab_size
-    except UserError as error:
-        raise type(error)(f"The tokenizer determines the vocabulary. {error} Or set model.vocab_size.") from None
-    return place_symbols(dict(enumerate(needles)), size)[1]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

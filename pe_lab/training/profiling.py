@@ -66,11 +66,7 @@ class Profiler:
 
 
 def parse_steps(text: str) -> range:
-    """The steps that `--profile=10:13` names, both ends included.
-
-    Raises:
-      ConfigError: it is no such pair.
-    """
+    """The steps that `--profile=10:13` names, both ends included. Raises `ConfigError`: it is no such pair."""
     found = re.fullmatch("([0-9]{1,10}):([0-9]{1,10})", text)
     if not found or not 1 <= int(found[1]) <= int(found[2]):
         raise ConfigError(

@@ -120,11 +120,7 @@ class Run:
         return found
 
     def language_model(self, phase: str = "") -> LanguageModel:
-        """The `LanguageModel` of the last checkpoint, or of that of a phase.
-
-        Raises:
-          CheckpointError: there is none, or it is damaged.
-        """
+        """The `LanguageModel` of the last checkpoint, or of that of a phase; `CheckpointError` if none can be read."""
         from pe_lab.language_model import load
 
         return load(self.workdir / phase if phase else self.workdir)
@@ -209,7 +205,10 @@ def _with_steps(plan: RunPlan, pipelines: Sequence[Pipeline], workdir: AnyPath) 
     phases = []
     for i, (phase, pipeline) in enumerate(zip(plan.config.phases, pipelines, strict=True)):
         try:
-            _set_position(pipeline, workdir / phase.name / DIRECTORY)
+            if kept := steps_in(checkpoints := workdir / phase.name / DIRECTORY):
+                with contextlib.suppress(CheckpointError, LookupError, TypeError):
+                    if (state := stored_metadata(checkpoints / str(kept[-1]))["data_state"]) is not None:
+                        pipeline.set_state(state)
             if phase.epochs and not phase.prolonged:
                 phase = dataclasses.replace(phase, steps=pipeline.steps_of(phase.epochs))
             if phase.epochs:
@@ -219,14 +218,6 @@ def _with_steps(plan: RunPlan, pipelines: Sequence[Pipeline], workdir: AnyPath) 
             raise type(error)(f"config.phases[{i}] ('{phase.name}'): {error}") from None
         phases.append(phase)
     return dataclasses.replace(plan.config, phases=tuple(phases))
-
-
-def _set_position(pipeline: Pipeline, checkpoints: AnyPath) -> None:
-    """Moves a pipeline to the position of a phase's last checkpoint, if there is one that can be read."""
-    if kept := steps_in(checkpoints):
-        with contextlib.suppress(CheckpointError, LookupError, TypeError):
-            if (state := stored_metadata(checkpoints / str(kept[-1]))["data_state"]) is not None:
-                pipeline.set_state(state)
 
 
 def open_pipeline(plan: RunPlan, phase: PhasePlan, state: Mapping[str, Any] | None = None) -> Pipeline:

@@ -16,9 +16,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pe_lab.checkpoints.checkpoint import Checkpoint, new_id, open_checkpoint, open_source
 from pe_lab.checkpoints.locating import DIRECTORY, FORMER, first_line
+from pe_lab.checkpoints.source import parameter_shardings
 from pe_lab.checkpoints.store import Store, templates
 from pe_lab.checkpoints.surgery import FREE_FIELDS, NOTHING, change, change_qk_norm, check_same_shape, lineage_entry
-from pe_lab.config import DistillConfig, ModelConfig, PhaseConfig
+from pe_lab.config import DistillConfig, ModelConfig, PhaseConfig, TransitionConfig
 from pe_lab.errors import CheckpointError, ConfigError, DataError, EncodingError, StoreError, UserError
 from pe_lab.identity import change_text, changed, may_change
 from pe_lab.model import Flops, Model, Params, train_flops_per_token
@@ -32,7 +33,7 @@ from pe_lab.training.logs import checkpoint_metadata, mark_complete, write_phase
 from pe_lab.training.plan import PhasePlan
 from pe_lab.training.run import Run, held_out_batches, open_pipeline
 from pe_lab.training.stability import Monitor
-from pe_lab.training.step import Shardings, TrainState, init_state, parameter_shardings, place_batch
+from pe_lab.training.step import Shardings, TrainState, init_state, place_batch
 
 
 class Start(NamedTuple):
@@ -283,16 +284,12 @@ def step_inputs_of(
     start: Any = phase.config.init_from or previous
     start = None if start == "random" else start
     found = StepInputs(schedule, shardings)
-    if learns(phase.config.distill):
-        found = _with_teacher(found, run, phase, start)
     if phase.config.transition is not None:
-        found = _with_transition(found, run, phase, start)
-    return found
-
-
-def _with_teacher(found: StepInputs, run: Run, phase: PhasePlan, start: Any) -> StepInputs:
+        moved, until = _transition(run, phase, phase.config.transition, start)
+        found = dataclasses.replace(found, transition=moved, until=until)
     how, model = phase.config.distill, run.models[phase.index]
-    assert how is not None
+    if not learns(how):
+        return found
     source = start if how.teacher == "init" else how.teacher
     if not source:
         raise ConfigError(
@@ -323,9 +320,9 @@ def distilled_loss(
     return DistilledLoss(model, teacher, how), placed
 
 
-def _with_transition(found: StepInputs, run: Run, phase: PhasePlan, start: Any) -> StepInputs:
-    how, model = phase.config.transition, run.models[phase.index].config
-    assert how is not None
+def _transition(run: Run, phase: PhasePlan, how: TransitionConfig, start: Any) -> tuple[ScheduleTransition, float]:
+    """The transition of a phase, and the step until which it lasts."""
+    model = run.models[phase.index].config
     try:
         if how.start != "init":
             before = layers(how.start, model.layers)
@@ -339,4 +336,4 @@ def _with_transition(found: StepInputs, run: Run, phase: PhasePlan, start: Any) 
         raise type(error)(f"{phase.where}.transition: {error}") from None
     until = how.until * phase.config.steps
     run.out.print(f"{phase.name}: the encoding changes gradually until step {until:.0f} ({how.how})")
-    return dataclasses.replace(found, transition=moved, until=until)
+    return moved, until

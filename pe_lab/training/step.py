@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from pe_lab.checkpoints.source import parameter_shardings
 from pe_lab.config import StabilityConfig
 from pe_lab.model import LossSums, Model, Params
 from pe_lab.parallel import AxisRules, use_mesh
@@ -149,17 +150,6 @@ class Shardings(NamedTuple):
     replicated: NamedSharding
 
 
-def parameter_shardings(model: Model, mesh: Mesh, rules: AxisRules) -> Params:
-    """The sharding of each parameter; a `UserError` names one that does not divide over the mesh."""
-
-    def place(path: tuple[Any, ...], shape: jax.ShapeDtypeStruct, axes: tuple[str, ...]) -> NamedSharding:
-        return rules.sharding(
-            mesh, axes, shape.shape, "parameter " + jax.tree_util.keystr(path, simple=True, separator=".")
-        )
-
-    return jax.tree_util.tree_map_with_path(place, model.shapes, model.axes)
-
-
 def make_shardings(
     model: Model,
     optimizer: optax.GradientTransformation,
@@ -196,9 +186,8 @@ def compile_train_step(
 ) -> Any:
     """The jitted step: (state, batch, schedule) -> (state, metrics). The old state is donated.
 
-    Args:
-      options: of the recipe; they override those of `parallel.compiler`.
-      distilled: the loss of a model with a teacher, and the shardings of what replaces the schedule.
+    `options` of the recipe override those of `parallel.compiler`. `distilled` is the loss of a model with a teacher,
+    and the shardings of what replaces the schedule.
     """
     shardings = make_shardings(model, optimizer, mesh, rules, policy)
     loss, of_schedule = distilled or (model, shardings.replicated)

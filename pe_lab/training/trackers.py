@@ -59,9 +59,9 @@ class Session:
 
 
 class Background:
-    """A tracker on its own thread, behind a bounded queue: `write`, `flush` and `close` neither block nor raise.
+    """A tracker on its own thread, behind a bounded queue: `write` and `flush` neither block nor raise.
 
-    What the tracker cannot take is left out, which a line says once. `close` waits, for `CLOSE_SECONDS` at most.
+    What the tracker cannot take is left out, which a line says once. `close` waits for `CLOSE_SECONDS` at most.
     """
 
     def __init__(self, name: str, make: Callable[[], Tracker], show: Callable[[str], None]):
@@ -256,12 +256,7 @@ TRACKERS: dict[str, Callable[[Session], Tracker]] = {"tensorboard": TensorBoard,
 
 
 def check_trackers(names: Sequence[str], wandb_mode: str, workdir: AnyPath) -> None:
-    """Refuses trackers that cannot be opened.
-
-    Raises:
-      ConfigError: a name is unknown, or W&B's files would be lost.
-      UnsupportedError: the package is not installed.
-    """
+    """`UserError` for a tracker that is unknown or not installed, or W&B's whose files would be lost."""
     for i, name in enumerate(names):
         if name not in TRACKERS:
             raise ConfigError(f"config.log.trackers[{i}] is '{name}'. {did_you_mean(name, list(TRACKERS))}")
