@@ -65,12 +65,9 @@ def is_external(path: str | AnyPath) -> bool:
 
 
 def open_source(path: str | AnyPath) -> CheckpointSource:
-    """A checkpoint, native or external, opened without reading its weights.
+    """A checkpoint, native or external, opened without reading its weights; `CheckpointError` if that is impossible.
 
     `hf:ORG/NAME` that is no directory is downloaded from the hub, if `huggingface_hub` is installed and online.
-
-    Raises:
-      CheckpointError: there is none, or it cannot be read; see the sources.
     """
     text = str(path)
     if not is_external(path):
@@ -164,13 +161,7 @@ def write_logit_scale(
 ) -> AnyPath | None:
     """Writes a fit and returns the file's path; None for an external checkpoint.
 
-    Args:
-      coefficient: c, common to all lengths.
-      fitted: length in tokens -> the scale that was fitted there.
-      on: a description of the data of the fit.
-
-    Raises:
-      DataError: the file cannot be written.
+    `coefficient` is c, common to all lengths, `fitted` the scales by length in tokens, `on` describes the data.
     """
     path = _scale_file(checkpoint)
     if path is None:

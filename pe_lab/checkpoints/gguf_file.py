@@ -41,8 +41,7 @@ class GgufSource(TensorSource):
     """See `CheckpointSource`.
 
     Raises:
-      CheckpointError: a file that is missing, truncated or not GGUF; tensors that are missing, left over or of another
-        shape.
+      CheckpointError: the file is missing, truncated or not GGUF, or has not exactly the model's tensors.
       UnsupportedError: another architecture than llama's, or `gguf` is not installed.
     """
 

@@ -32,8 +32,7 @@ class HuggingFaceSource(TensorSource):
     """See `CheckpointSource`. Opening checks that the files have exactly the tensors of the model, in their shapes.
 
     Raises:
-      CheckpointError: a file that is missing, truncated or not safetensors; tensors that are missing, left over or of
-        another shape.
+      CheckpointError: a file is missing, truncated or not safetensors, or they have other tensors.
       UnsupportedError: an unknown architecture.
     """
 
@@ -182,8 +181,7 @@ def plan_export(
       max_length: the longest sequence to declare, in tokens; None: what the encoding is meant for.
 
     Raises:
-      UnsupportedError: no family, or not this one, can express the model; names the checkpoint, and the nearest model
-        that it can.
+      UnsupportedError: no family, or not this one, can express the model; names the nearest model that it can.
       ConfigError: an unknown family or dtype, or a `max_length` that would change the model.
     """
     try:
@@ -260,10 +258,7 @@ def _shards(export: Export) -> list[list[Tensor]]:
 def _write_shard(
     path: Path, source: CheckpointSource, export: Export, tensors: list[Tensor], done: Callable[[int], None]
 ) -> None:
-    """Writes one safetensors file, tensor by tensor. The safetensors package needs all tensors in memory.
-
-    The format: the header's length in 8 bytes, the header as JSON, padded to 8 bytes, and the tensors in its order.
-    """
+    """Writes one safetensors file, tensor by tensor; the safetensors package needs all tensors in memory."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:

@@ -41,8 +41,7 @@ class CheckpointSource(ABC):
     def read(self, leaf: str, layer: int | None = None, rows: slice = slice(None)) -> Shaped[np.ndarray, "..."]:
         """One leaf of one layer; `rows` of the first axis of a leaf that is not stacked over layers.
 
-        Raises:
-          CheckpointError: it cannot be read, or has values that are not finite.
+        `CheckpointError` if it cannot be read, or has values that are not finite.
         """
 
     def read_block(self, leaf: str, block: slice) -> Shaped[np.ndarray, "..."]:
@@ -58,12 +57,9 @@ class TensorSource(CheckpointSource):
     _last: tuple[str, np.ndarray] | None = None  # name and content of a tensor that holds several leaves
 
     def match(self, table: TensorTable, stored: Mapping[str, tuple[int, ...]], name: str, config: str) -> list[str]:
-        """Finds the tensor of every leaf, and returns the names of the tensors that are left over.
+        """Finds the tensor of every leaf in a family's table, and returns the names of the tensors that are left over.
 
-        Args:
-          table: of the family.
-          stored: the shape of every tensor of the checkpoint.
-          name, config: of the family, and of what describes the model; for messages.
+        `stored` has the shape of every tensor; `name` and `config` are of the family, and of what describes the model.
 
         Raises:
           CheckpointError: a tensor is missing, or has another shape than the model's.

@@ -90,11 +90,8 @@ def write_child(
 ) -> AnyPath:
     """Writes a child of `parent` with other encodings, and returns its path.
 
-    The path is `directory/checkpoints/0`, a phase's first checkpoint. The directory must be new or empty; it appears
-    whole, or not at all. Of two processes that write one directory the first to finish wins.
-
-    Args:
-      save_tokenizer: writes the tokenizer to a directory.
+    The path is `directory/checkpoints/0`, a phase's first checkpoint. The directory appears whole, or not at all. Of
+    two processes that write one the first to finish wins. `save_tokenizer` writes the tokenizer to a directory.
 
     Raises:
       ConfigError: the directory exists and is not empty, or it cannot be written.
@@ -171,12 +168,10 @@ def change_qk_norm(
     multiply the projections. With "ones" all scales of the new norm are 1, as in DroPE's code.
 
     Args:
-      config, params: of the model before; not changed.
       kind: the new `qk_norm`.
       schedule: the encodings of the child.
       batch: held-out tokens for the fit and for the losses.
       shardings: for a mesh: of the new model's parameters, and of replicated arrays.
-      init: initial scales of the new norm.
 
     Raises:
       ConfigError: the model has this QK-norm already, or `init` is "ones" without a norm.
@@ -255,18 +250,9 @@ def _scaled(after: Model, params: Params, constants: Float[Array, "N H"]) -> Par
 
 
 def _logit_sums(
-    before: Model,
-    params: Params,
-    after: Model,
-    changed: Params,
-    schedule: Schedule,
-    batch: Batch,
-    replicated: Any,
+    before: Model, params: Params, after: Model, changed: Params, schedule: Schedule, batch: Batch, replicated: Any
 ) -> list[np.ndarray]:
-    """Per layer, [H, 3]: sums over visible logits of old * old, old * new and new * new.
-
-    A Python loop over layers keeps only these sums and one layer's output.
-    """
+    """Per layer, [H, 3]: sums over visible logits of old * old, old * new and new * new."""
     positions = batch.get("positions")
     if positions is None:
         positions = jnp.arange(batch["tokens"].shape[1], dtype=jnp.int32)[None]

@@ -193,7 +193,9 @@ def _new_local(path: Path, what: str, marker: str | None) -> Iterator[Path]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path.parent):
-            _remove_abandoned(path)
+            for left in unfinished(path):
+                with contextlib.suppress(OSError), _locked(left, wait=False):  # else its process lives
+                    shutil.rmtree(left, ignore_errors=True)
             temporary.mkdir()
             lock.enter_context(_locked(temporary))
         yield temporary
@@ -219,13 +221,6 @@ def _new_local(path: Path, what: str, marker: str | None) -> Iterator[Path]:
 def unfinished(path: AnyPath) -> list[AnyPath]:
     """The directories that processes are filling, or have left, to become `path`; none on an object store."""
     return [] if is_remote(path) else list(path.parent.glob(f".{glob.escape(path.name)}.partial-*"))
-
-
-def _remove_abandoned(path: Path) -> None:
-    """Removes the unfinished directories of `path` whose process has ended, which holds its lock no more."""
-    for left in unfinished(path):
-        with contextlib.suppress(OSError), _locked(left, wait=False):
-            shutil.rmtree(left, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -273,7 +268,14 @@ def local_copy(path: AnyPath, check: Callable[[Path], None] = lambda copied: Non
     copy = directory / path.name
     if (directory / WHOLE).is_file():
         return copy
-    _check_space(path, sum(e.size for e in files.values()))
+    where, size = copies_directory(), sum(e.size for e in files.values())
+    where.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(where).free
+    if size + RESERVED_BYTES > free:
+        raise DataError(
+            f"'{path}' takes {size / 1e9:.2f} GB, and {where}, to which it is copied, has {free / 1e9:.2f} GB free. "
+            "Free space there, or name another directory with PE_LAB_CACHE."
+        )
     with new_directory(directory, marker=WHOLE) as building:
         for name, expected in files.items():
             source, target = (path / name, building / path.name / name) if name else (path, building / path.name)
@@ -282,18 +284,6 @@ def local_copy(path: AnyPath, check: Callable[[Path], None] = lambda copied: Non
         check(building / path.name)
         (building / WHOLE).touch()
     return copy
-
-
-def _check_space(path: AnyPath, size: int) -> None:
-    """`DataError` if a copy does not fit the disk."""
-    where = copies_directory()
-    where.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(where).free
-    if size + RESERVED_BYTES > free:
-        raise DataError(
-            f"'{path}' takes {size / 1e9:.2f} GB, and {where}, to which it is copied, has {free / 1e9:.2f} GB free. "
-            "Free space there, or name another directory with PE_LAB_CACHE."
-        )
 
 
 def _fetch(source: AnyPath, target: Path, expected: Entry) -> None:

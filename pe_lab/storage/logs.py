@@ -52,34 +52,29 @@ class AppendedLog:
         With `waits` a full disk is no error of `append`: the records wait for space. Then `flush` raises while there is
         none, and `close` drops them.
         """
-        self.path, self._advice, self._waits, self._file = path, advice, waits, None
+        self.path, self._advice, self._waits = path, advice, waits
+        self._file: BinaryIO | None = None
         self._pending: list[bytes] = []  # to a store: what `_sending` is not sending
         self._lock, self._sending, self._closed = threading.Lock(), threading.Lock(), threading.Event()
+        content = None if kept is None else b"".join(map(record_line, kept))
         if not is_remote(path):
-            self._file = self._opened(None if kept is None else b"".join(map(record_line, kept)))
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if content is not None:
+                    write_file(path, content, advice)
+                self._file = open(path, "a+b", buffering=0)  # noqa: SIM115
+                _cut_off_partial_line(self._file)
+            except OSError as error:
+                raise self._unwritten(error) from None
             return
-        if kept is None:
+        if content is None:
             content = b""
             with contextlib.suppress(FileNotFoundError):
                 content = read_log(path)
             content = content[: content.rfind(b"\n") + 1]
-        else:
-            content = b"".join(map(record_line, kept))
         self._writer = SegmentWriter(path, content)
         self._sender = threading.Thread(target=self._send_regularly, daemon=True)
         self._sender.start()
-
-    def _opened(self, content: bytes | None) -> BinaryIO:
-        """The local file, open at its end, without the part of a line that a killed process has left."""
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            if content is not None:
-                write_file(self.path, content, self._advice)
-            file = open(self.path, "a+b", buffering=0)  # noqa: SIM115
-            _cut_off_partial_line(file)
-            return file
-        except OSError as error:
-            raise self._unwritten(error) from None
 
     def _unwritten(self, error: OSError) -> DataError:
         return DataError(f"{self.path} cannot be written ({error.strerror or error}). {self._advice}".rstrip())

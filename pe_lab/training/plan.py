@@ -21,7 +21,7 @@ from pe_lab.config import Config, ModelConfig, PhaseConfig, ProlongedConfig, Sta
 from pe_lab.data.needles import NeedleOptions, place_symbols
 from pe_lab.data.shards import METADATA_FILE, read_metadata
 from pe_lab.data.tokenizers import load_tokenizer, training_size
-from pe_lab.errors import ConfigError, UserError
+from pe_lab.errors import ConfigError, UserError, within
 from pe_lab.model import Flops, Model, Params, complete, least_parameters, train_flops_per_token
 from pe_lab.model.distillation import learns
 from pe_lab.model.encoding_check import require_causal
@@ -141,10 +141,8 @@ def plan_run(config: Config, mesh: Mesh, given: Given, chip: Chip, must_fit: boo
     plan = RunPlan(config, given, phases, tuple(models), mesh, rules, skip_policy(config.stability))
     for phase, model in zip(phases, models, strict=True):
         parameter_shardings(model, mesh, rules)
-        try:
+        with within(f"{phase.where}.sequence_length"):
             balanced_order(phase.config.sequence_length, mesh.shape["context"])
-        except UserError as error:
-            raise type(error)(f"{phase.where}.sequence_length: {error}") from None
         require_causal(phase.layers)
     return plan
 
@@ -163,7 +161,7 @@ def plan_phases(config: Config, given: Mapping[int, Sequence[Layer]] | None = No
     model = complete(dataclasses.replace(config.model, vocab_size=config.model.vocab_size or 1))
     plans: list[PhasePlan] = []
     for i, phase in enumerate(config.phases):
-        try:
+        with within(f"config.phases[{i}] ('{phase.name}')"):
             if phase.random_positions and phase.random_positions < phase.sequence_length:
                 raise ConfigError(
                     f"random_positions is {phase.random_positions}; {phase.sequence_length} different positions are "
@@ -177,8 +175,6 @@ def plan_phases(config: Config, given: Mapping[int, Sequence[Layer]] | None = No
                 learning_rate(phase.optimizer, phase.steps, phase.prolonged)
             qk_norm = phase.qk_norm or (continues.qk_norm if continues else model.qk_norm)
             complete(dataclasses.replace(model, qk_norm=qk_norm))
-        except UserError as error:
-            raise type(error)(f"config.phases[{i}] ('{phase.name}'): {error}") from None
         plans.append(PhasePlan(i, phase, described, schedule, qk_norm))
     return tuple(plans)
 
@@ -266,13 +262,11 @@ def given_layers(config: Config) -> dict[int, tuple[Layer, ...]]:
     """The layers of the checkpoints that phases start from, by the index of the phase; those that are there."""
     found = {}
     for i, phase in enumerate(config.phases):
-        try:
+        with within(f"config.phases[{i}] ('{phase.name}')"):
             if phase.init_from not in ("", "random") and (
                 is_external(phase.init_from) or start_path(phase).is_dir()
             ):  # else it is missing, which training says
                 found[i] = open_source(phase.init_from).layers
-        except UserError as error:
-            raise type(error)(f"config.phases[{i}] ('{phase.name}'): {error}") from None
     return found
 
 
@@ -453,13 +447,7 @@ MARGIN = 0.92  # of a chip's memory that an estimate may need
 
 
 def _choose_settings(
-    config: ModelConfig,
-    plan: PhasePlan,
-    segments: bool,
-    mesh: Mesh,
-    rules: AxisRules,
-    chip: Chip,
-    must_fit: bool,
+    config: ModelConfig, plan: PhasePlan, segments: bool, mesh: Mesh, rules: AxisRules, chip: Chip, must_fit: bool
 ) -> ModelConfig:
     """The config with `remat` and `loss_chunks` chosen where they are "auto": the fastest that fits by the estimate.
 

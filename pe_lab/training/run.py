@@ -23,15 +23,8 @@ from pe_lab.config import Config
 from pe_lab.data.held_out import validation_batches
 from pe_lab.data.needles import NeedleWindows
 from pe_lab.data.pipeline import Pipeline, build_pipeline
-from pe_lab.data.tokenizers import (
-    KIND_FILE,
-    Tokenizer,
-    load_saved_tokenizer,
-    load_tokenizer,
-    same_ids,
-    save_tokenizer,
-)
-from pe_lab.errors import CheckpointError, ConfigError, UserError
+from pe_lab.data.tokenizers import KIND_FILE, Tokenizer, load_saved_tokenizer, load_tokenizer, same_ids, save_tokenizer
+from pe_lab.errors import CheckpointError, ConfigError, UserError, within
 from pe_lab.model import Model
 from pe_lab.parallel import AxisRules
 from pe_lab.parallel.topology import chip_of
@@ -204,7 +197,7 @@ def _with_steps(plan: RunPlan, pipelines: Sequence[Pipeline], workdir: AnyPath) 
     """
     phases = []
     for i, (phase, pipeline) in enumerate(zip(plan.config.phases, pipelines, strict=True)):
-        try:
+        with within(f"config.phases[{i}] ('{phase.name}')"):
             if kept := steps_in(checkpoints := workdir / phase.name / DIRECTORY):
                 with contextlib.suppress(CheckpointError, LookupError, TypeError):
                     if (state := stored_metadata(checkpoints / str(kept[-1]))["data_state"]) is not None:
@@ -214,8 +207,6 @@ def _with_steps(plan: RunPlan, pipelines: Sequence[Pipeline], workdir: AnyPath) 
             if phase.epochs:
                 learning_rate(phase.optimizer, phase.steps, phase.prolonged)
             pipeline.check_supply(phase.steps)
-        except UserError as error:
-            raise type(error)(f"config.phases[{i}] ('{phase.name}'): {error}") from None
         phases.append(phase)
     return dataclasses.replace(plan.config, phases=tuple(phases))
 

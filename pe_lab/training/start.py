@@ -20,7 +20,7 @@ from pe_lab.checkpoints.source import parameter_shardings
 from pe_lab.checkpoints.store import Store, templates
 from pe_lab.checkpoints.surgery import FREE_FIELDS, NOTHING, change, change_qk_norm, check_same_shape, lineage_entry
 from pe_lab.config import DistillConfig, ModelConfig, PhaseConfig, TransitionConfig
-from pe_lab.errors import CheckpointError, ConfigError, DataError, EncodingError, StoreError, UserError
+from pe_lab.errors import CheckpointError, ConfigError, DataError, EncodingError, StoreError, within
 from pe_lab.identity import change_text, changed, may_change
 from pe_lab.model import Flops, Model, Params, train_flops_per_token
 from pe_lab.model.distillation import DistilledInputs, DistilledLoss, learns
@@ -68,12 +68,7 @@ def is_complete(run: Run, phase: PhasePlan, store: Store) -> bool:
 
 
 def start_phase(
-    run: Run,
-    phase: PhasePlan,
-    previous: AnyPath | None,
-    store: Store,
-    shardings: Shardings,
-    schedule: Schedule,
+    run: Run, phase: PhasePlan, previous: AnyPath | None, store: Store, shardings: Shardings, schedule: Schedule
 ) -> Start:
     """Reads or makes the state that a phase starts with; its schedule is on the devices.
 
@@ -296,14 +291,12 @@ def step_inputs_of(
             f"{phase.where}: distill.teacher is 'init', the checkpoint that the phase starts from, and it starts at "
             "random. Name a teacher's checkpoint."
         )
-    try:
+    with within(f"{phase.where}.distill"):
         its = open_checkpoint(source, mesh=run.mesh, rules=run.rules)
         shape = dataclasses.replace(its.model, **{name: getattr(model.config, name) for name in FREE_FIELDS})
         length = phase.config.sequence_length
         schedule = build_schedule(its.layers, shape.heads, shape.kv_heads, shape.head_dim, length)
         distilled = distilled_loss(model, shape, schedule, how, run.mesh, run.rules)
-    except UserError as error:
-        raise type(error)(f"{phase.where}.distill: {error}") from None
     run.out.print(f"{phase.name}: learns from {its.path} too")
     flops = train_flops_per_token(shape, length, schedule.structure).forward
     schedule = jax.device_put(schedule, found.shardings.replicated)
@@ -323,7 +316,7 @@ def distilled_loss(
 def _transition(run: Run, phase: PhasePlan, how: TransitionConfig, start: Any) -> tuple[ScheduleTransition, float]:
     """The transition of a phase, and the step until which it lasts."""
     model = run.models[phase.index].config
-    try:
+    with within(f"{phase.where}.transition"):
         if how.start != "init":
             before = layers(how.start, model.layers)
         elif start:
@@ -332,8 +325,6 @@ def _transition(run: Run, phase: PhasePlan, how: TransitionConfig, start: Any) -
             raise ConfigError("start is 'init', and the phase starts at random. Name an encoding.")
         first = build_schedule(before, model.heads, model.kv_heads, model.head_dim, phase.config.sequence_length)
         moved = ScheduleTransition(first, phase.schedule, how.how)
-    except UserError as error:
-        raise type(error)(f"{phase.where}.transition: {error}") from None
     until = how.until * phase.config.steps
     run.out.print(f"{phase.name}: the encoding changes gradually until step {until:.0f} ({how.how})")
     return moved, until

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +14,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pe_lab.checkpoints.source import parameter_shardings
 from pe_lab.config import StabilityConfig
 from pe_lab.model import LossSums, Model, Params
+from pe_lab.model.distillation import DistilledLoss
 from pe_lab.parallel import AxisRules, use_mesh
 from pe_lab.parallel.compiler import compiler_options
 from pe_lab.positional import Schedule
 from pe_lab.training.stability import History, empty_history, is_spike, push
 
 Batch = Mapping[str, Any]  # tokens, targets, weights [B, T]; segments and positions [B, T] where documents are masked
+Loss = Model | DistilledLoss  # what a step trains, by its `training_loss`
 BATCH_AXES = ("batch", None)  # only activations are sharded over a context axis, and in another order
 
 
@@ -47,14 +49,6 @@ class RandomPositions(NamedTuple):
             start = jnp.arange(drawn.shape[1]) - batch["positions"]  # of each token's document
             drawn = drawn - jnp.take_along_axis(jnp.broadcast_to(drawn, start.shape), start, axis=1)
         return {**batch, "positions": jnp.broadcast_to(drawn, batch["tokens"].shape)}
-
-
-@runtime_checkable
-class Loss(Protocol):
-    """What a step trains: a `Model`, or the loss of one that learns from a teacher (`model.distillation`)."""
-
-    def training_loss(self, params: Params, batch: Batch, schedule: Any) -> tuple[jax.Array, LossSums]:
-        """The sum over tokens of weight times loss, and its parts; `schedule` is the step's argument of that name."""
 
 
 class TrainState(NamedTuple):
