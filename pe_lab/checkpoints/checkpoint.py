@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from pe_lab import storage
 from pe_lab.checkpoints.gguf_file import GgufSource
 from pe_lab.checkpoints.huggingface import HuggingFaceSource
-from pe_lab.checkpoints.locating import DIRECTORY, first_line, lineage_entry, new_id
+from pe_lab.checkpoints.locating import DIRECTORY, first_line, lineage_entry
 from pe_lab.checkpoints.native import NativeSource
 from pe_lab.checkpoints.source import CheckpointSource, place
 from pe_lab.config import ModelConfig
@@ -120,7 +120,7 @@ def open_checkpoint(path: str | AnyPath, *, mesh: Mesh | None = None, rules: Axi
     if isinstance(source, NativeSource):
         step, params, metadata = source.step, source.restore(mesh, rules), source.metadata
     else:
-        entry = lineage_entry(f"read from {source.display_name}", new_id(), source.display_name, 0)
+        entry = lineage_entry(f"read from {source.display_name}", source.display_name, 0)
         metadata = {
             "id": entry["id"],
             "phase": source.path.name,

@@ -26,14 +26,9 @@ def first_line(error: BaseException) -> str:
     return excerpt((str(error).strip().splitlines() or [type(error).__name__])[0])
 
 
-def new_id() -> str:
-    """A unique name for a checkpoint."""
-    return uuid.uuid4().hex[:12]
-
-
-def lineage_entry(what: str, checkpoint_id: str, path: str, step: int) -> dict[str, Any]:
-    """One entry of a checkpoint's lineage."""
-    return {"id": checkpoint_id, "what": what, "path": path, "step": step}
+def lineage_entry(what: str, path: str, step: int) -> dict[str, Any]:
+    """The entry of a new checkpoint in its lineage, with a unique id."""
+    return {"id": uuid.uuid4().hex[:12], "what": what, "path": path, "step": step}
 
 
 def stored_metadata(path: AnyPath) -> dict[str, Any]:

@@ -24,7 +24,6 @@ from pe_lab.checkpoints.locating import (
     database,
     first_line,
     lineage_entry,
-    new_id,
     read_manifest,
     read_metadata,
     resolve,
@@ -192,7 +191,7 @@ def write_checkpoint(
     shapes = leaf_paths(Model(model, hooks=layer_hooks(source.layers, model.heads)).shapes)
     params = {leaf: _Piecewise(source, leaf, tuple(s.shape)) for leaf, s in shapes.items()}
     ocp.type_handlers.register_type_handler(_Piecewise, _PiecewiseHandler(done), override=True)
-    entry = lineage_entry(f"converted from {source.display_name}", new_id(), str(final / DIRECTORY / "0"), 0)
+    entry = lineage_entry(f"converted from {source.display_name}", str(final / DIRECTORY / "0"), 0)
     written = metadata_of(
         model,
         source.layers,

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,6 @@ from pe_lab.checkpoints.locating import (
     first_line,
     is_checkpoint,
     is_step,
-    new_id,
     quick_damage,
     read_manifest,
     steps_in,
@@ -368,7 +368,7 @@ class Store:
     def _set_aside(self, path: AnyPath, directory: str = UNREADABLE) -> None:
         """Moves a checkpoint to a directory of the phase, if there is one."""
         if exists(path):
-            move_tree(path, self.directory.parent / directory / f"{path.name}-{new_id()}", first=MANIFEST)
+            move_tree(path, self.directory.parent / directory / f"{path.name}-{secrets.token_hex(6)}", first=MANIFEST)
 
 
 _exchanges = itertools.count()  # alike on all processes, which save and restore in the same order

@@ -20,7 +20,7 @@ from pe_lab.attention.hooks import encode, hook_inputs
 from pe_lab.attention.key_block import AttentionInputs
 from pe_lab.attention.reference import visible
 from pe_lab.checkpoints.checkpoint import Checkpoint
-from pe_lab.checkpoints.locating import DIRECTORY, lineage_entry, new_id
+from pe_lab.checkpoints.locating import DIRECTORY, lineage_entry
 from pe_lab.checkpoints.store import Store, metadata_of
 from pe_lab.config import ModelConfig
 from pe_lab.errors import ConfigError
@@ -103,7 +103,7 @@ def write_child(
         if k in parent.metadata
     }
     where = directory / DIRECTORY / "0"
-    entry = lineage_entry(what, new_id(), str(where), 0)
+    entry = lineage_entry(what, str(where), 0)
     metadata |= {
         "id": entry["id"],
         "phase": directory.name,

@@ -15,7 +15,7 @@ import jax
 
 from pe_lab.config import TOPOLOGIES
 from pe_lab.errors import ConfigError, UnsupportedError
-from pe_lab.parallel.topology import GENERATIONS, Topology
+from pe_lab.parallel.topology import Topology
 
 
 class NoCompiler(Exception):
@@ -71,12 +71,11 @@ def _slice_devices(topology: Topology) -> list[Any]:
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
-    name = topology.text.partition(":")[0]
     options: dict[str, Any] = {"wrap": wrap_around(topology)}
     if topology.slices > 1:
         options["num_slices"] = topology.slices
-    if config := GENERATIONS[name].chip_config:
-        options["chip_config_name"] = config
+    if topology.chip.config:
+        options["chip_config_name"] = topology.chip.config
     try:
         return list(topologies.get_topology_desc(topology.text, platform="tpu", **options).devices)
     except jax.errors.JaxRuntimeError as error:

@@ -63,7 +63,7 @@ class StopRequests:
 
         Through it all processes agree on a step. Call it in the main thread once the processes are connected.
         """
-        if not (jax.distributed.is_initialized() and self is _active):
+        if not (self.whole_process and jax.distributed.is_initialized() and self is _active):
             return
         libc = ctypes.CDLL(None)
         libc.signal.restype, libc.signal.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
@@ -156,9 +156,6 @@ class Interrupts(StopRequests):
     """
 
     whole_process = False
-
-    def take_sigterm(self) -> None:
-        """Nothing."""
 
     @contextlib.contextmanager
     def _installed(self) -> Iterator[None]:

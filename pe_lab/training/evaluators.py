@@ -29,7 +29,7 @@ class Evaluator:
     All processes measure together: numbers by name, from the step and the parameters.
     """
 
-    name: str  # under which its time is counted, one of `ledger.WAITS`
+    name: str  # under which its time is counted, one of `logs.WAITS`
     measure: Callable[[int, Params], Mapping[str, float]]
     every_steps: int
     prefix: str = ""  # of the names in metrics.jsonl

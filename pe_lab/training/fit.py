@@ -113,7 +113,7 @@ def _train_phases(run: Run) -> AnyPath | None:
         raise Stopped(f"{run.config.name}: {stopped}") from None
     finally:
         ledger.close()
-        if ledger.opened:
+        if ledger.start:
             run.out.print(f"time of this run: {balance(read_ledger(ledger.path))}")
     return last
 

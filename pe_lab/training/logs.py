@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from pe_lab.storage import AnyPath, AppendedLog, salvage_records, write_json
 from pe_lab.storage.manifest import salvage_sealed, sealed
 from pe_lab.storage.run_files import LOGS, PHASE_FILE, LogDigest, no_step
 from pe_lab.terminal import console
-from pe_lab.training.ledger import WAITS, StepTimes
+from pe_lab.training.ledger import Ledger
 from pe_lab.training.plan import PhasePlan
 from pe_lab.training.run import Run
 from pe_lab.training.trackers import Background, Session, numbers_of, open_trackers
@@ -104,13 +105,39 @@ class PhaseLogs:
                 stack.callback(one.close)
 
 
-class Speed:
-    """How fast the steps of a session, which begins at `step`, are: a record for each second or so."""
+# What the loop waits for. The rest of a step's time is the host's own: starting programs and writing logs.
+WAITS = ("device", "input", "validation", "suites", "checkpoint")
+_BUCKETS = {"input": "data_wait", "validation": "validation", "suites": "suites", "checkpoint": "save_blocking"}
 
-    def __init__(self, run: Run, phase: PhasePlan, flops: Flops, times: StepTimes, step: int):
-        self._phase, self._flops, self._peak, self._times = phase, flops, run.peak, times
+
+class Speed:
+    """How fast the steps of a session, which begins at `step`, are, and what the loop waits for.
+
+    The loop starts a step before it waits for the metrics of the step before. As long as it waits for the device, the
+    device has work, and the time of a step is the time of its computation; otherwise the device idles.
+    """
+
+    def __init__(self, ledger: Ledger, step: int, tokens_per_step: int, flops: Flops, peak: float):
+        self._ledger, self._tokens_per_step, self._flops, self._peak = ledger, tokens_per_step, flops, peak
         self._began = self._timer = time.perf_counter()
         self._step = step
+        self._waited: Counter[str] = Counter()
+
+    @contextlib.contextmanager
+    def wait(self, what: str) -> Iterator[None]:
+        """Counts the time of the block as waiting for one of `WAITS`, and names it in a trace."""
+        start = time.perf_counter()
+        bucket = _BUCKETS.get(what)
+        with (
+            jax.profiler.TraceAnnotation(f"wait for {what}" if what in ("device", "input") else what),
+            self._ledger.time(bucket) if bucket else contextlib.nullcontext(),
+        ):
+            yield
+        self._waited[what] += time.perf_counter() - start
+
+    def dispatch(self) -> contextlib.AbstractContextManager[None]:
+        """The context in which to start a step. On a CPU, XLA may compute it in this thread: the time of the device."""
+        return self.wait("device") if jax.default_backend() == "cpu" else contextlib.nullcontext()
 
     @property
     def seconds(self) -> float:
@@ -120,7 +147,13 @@ class Speed:
     def begin(self, step: int) -> None:
         """Counts from now on: the steps up to `step` have compiled."""
         self._timer, self._step = time.perf_counter(), step
-        self._times.clear()
+        self._waited.clear()
+
+    def split(self, steps: int, seconds: float) -> dict[str, float]:
+        """Seconds of one step by part, of `steps` that took `seconds` since the previous call: WAITS and host."""
+        parts = {what: self._waited[what] / steps for what in WAITS}
+        self._waited.clear()
+        return parts | {"host": max(0.0, seconds / steps - sum(parts.values()))}
 
     def record(self, step: int, tokens: int, at_once: bool = False) -> dict[str, Any] | None:
         """The speed of the steps since the last record; None as long as they took less than a second, unless `at_once`.
@@ -130,8 +163,8 @@ class Speed:
         seconds, steps = time.perf_counter() - self._timer, step - self._step
         if seconds <= 1.0 and not at_once:
             return None
-        split, rate = self._times.split(steps, seconds), steps * self._phase.tokens_per_step / seconds
-        flops, peak = self._flops, self._peak.flops
+        split, rate = self.split(steps, seconds), steps * self._tokens_per_step / seconds
+        flops, peak = self._flops, self._peak
         self._timer, self._step = self._timer + seconds, step
         return {
             "step": step,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax
 
-from pe_lab.checkpoints.locating import DIRECTORY, lineage_entry, new_id
+from pe_lab.checkpoints.locating import DIRECTORY, lineage_entry
 from pe_lab.checkpoints.store import Store
 from pe_lab.data.pipeline import Pipeline
 from pe_lab.errors import SaveFailed, TrainingDiverged
@@ -20,7 +20,6 @@ from pe_lab.positional import Schedule, describe, label
 from pe_lab.storage import AnyPath
 from pe_lab.terminal import Progress, waiting
 from pe_lab.training.evaluators import Evaluator, suites, validation
-from pe_lab.training.ledger import StepTimes
 from pe_lab.training.logs import PhaseLogs, Speed, checkpoint_metadata, speed_text, validation_text, write_phase
 from pe_lab.training.plan import PhasePlan
 from pe_lab.training.replay import Replay
@@ -123,8 +122,7 @@ def _train_steps(
     pending: list[tuple[int, dict[str, jax.Array]]] = []  # the step dispatched last, and its metrics
     last: dict[str, float] = {}  # the metrics received last
     validated = ""  # the validation loss measured last, to print
-    times = StepTimes(ledger)
-    speed = Speed(run, phase, programs.flops, times, step)
+    speed = Speed(ledger, step, phase.tokens_per_step, programs.flops, run.peak.flops)
     write_phase(run, phase, programs.flops, lineage, "running", start.step, 0.0)  # a phase is never logs alone
     with (
         contextlib.closing(PhaseLogs(directory, start.step, left_out, start.log, config)) as logs,
@@ -141,7 +139,7 @@ def _train_steps(
             """Waits for the metrics of the step dispatched last, judges and logs them."""
             while pending:
                 at, metrics = pending.pop()
-                with times.wait("device"):
+                with speed.wait("device"):
                     received = jax.device_get(metrics)
                 last.update({name: float(value) for name, value in received.items()})
                 event = monitor.judge(at, last)
@@ -156,7 +154,7 @@ def _train_steps(
                     _refuse_or_warn(run, phase, event, monitor)
 
         def evaluate(evaluator: Evaluator) -> dict[str, float]:
-            with times.wait(evaluator.name):
+            with speed.wait(evaluator.name):
                 found = evaluator(step, state.params)
             read = pipeline.tokens_read() if step else {}
             logs.write("metrics", {"step": step, "tokens": tokens(step), **found, **read})
@@ -174,12 +172,12 @@ def _train_steps(
             ledger.begin_step(phase.name, step + 1)
             first = step == start.step
             with profiler.begin(step + 1), _compiling(run, phase, first):
-                with times.wait("input"):
+                with speed.wait("input"):
                     batch = place_batch(next(pipeline), programs.shardings.batch)
                     inputs = programs.inputs.at(step)
                 if programs.replay is not None:
                     programs.replay.check(step + 1, state, batch, inputs)
-                with times.dispatch():
+                with speed.dispatch():
                     state, metrics = programs.train_step(state, batch, inputs)
                 if first:
                     jax.block_until_ready(metrics)  # the first step compiles: its time is no measure of speed
@@ -210,10 +208,10 @@ def _train_steps(
             if due or step == steps or stopping:
                 settle()
                 what = f"trained {step} steps of '{phase.name}' with {encodings}"
-                lineage = [*start.lineage, lineage_entry(what, new_id(), str(directory / DIRECTORY / str(step)), step)]
+                lineage = [*start.lineage, lineage_entry(what, str(directory / DIRECTORY / str(step)), step)]
                 position = (tokens(step), pipeline.get_state())
                 metadata = checkpoint_metadata(run, phase, lineage, *position, monitor.state(), logs.digest)
-                with times.wait("checkpoint"):
+                with speed.wait("checkpoint"):
                     with _save_may_fail(run, phase):  # the one before
                         store.wait()
                     with _save_may_fail(run, phase, step < steps and not stopping):
@@ -221,7 +219,7 @@ def _train_steps(
                         store.save(step, state.params, state.optimizer, metadata, last | evaluated, logs.flush)
                 rewinds.in_a_row = 0
 
-        with times.wait("checkpoint"):
+        with speed.wait("checkpoint"):
             store.wait()
         if profiled := profiler.close(directory):
             out.print(profiled)

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pe_lab.checkpoints.checkpoint import Checkpoint, new_id, open_checkpoint, open_source
+from pe_lab.checkpoints.checkpoint import Checkpoint, open_checkpoint, open_source
 from pe_lab.checkpoints.locating import DIRECTORY, FORMER, first_line
 from pe_lab.checkpoints.source import parameter_shardings
 from pe_lab.checkpoints.store import Store, templates
@@ -86,7 +86,7 @@ def start_phase(
     source = phase.config.init_from or previous
     if not source or source == "random":
         make = jax.jit(lambda key: new_state(model.init(key)), out_shardings=shardings.state)
-        entry = lineage_entry(f"initialized at random, seed {run.config.seed}", new_id(), "", 0)
+        entry = lineage_entry(f"initialized at random, seed {run.config.seed}", "", 0)
         return Start(make(jax.random.key(run.config.seed)), 0, 0, [entry], None)
 
     parent = open_checkpoint(source, mesh=run.mesh, rules=run.rules)
@@ -108,7 +108,7 @@ def start_phase(
         params, changed = _change_qk_norm(run, phase, parent, shardings, schedule)
         what = changed if what == NOTHING else f"{what}; {changed}"
     path = run.workdir / phase.name / DIRECTORY / "0"
-    lineage = [*parent.metadata["lineage"], lineage_entry(what, new_id(), str(path), 0)]
+    lineage = [*parent.metadata["lineage"], lineage_entry(what, str(path), 0)]
     run.out.print(f"{phase.name}: from {parent.path}: {what}")
     store.save(0, params, None, checkpoint_metadata(run, phase, lineage, 0, None))
     store.wait()
@@ -151,7 +151,7 @@ def _resume(
         lineage = metadata["lineage"][:-1]  # the last entry has the steps so far, and is written anew
         if changes:
             show(f"{phase.name}: {changes}")
-            lineage = metadata["lineage"] + [lineage_entry(changes, new_id(), metadata["lineage"][-1]["path"], step)]
+            lineage = metadata["lineage"] + [lineage_entry(changes, metadata["lineage"][-1]["path"], step)]
         return Start(state, step, tokens, lineage, metadata["data_state"], judged, metadata.get("log"))
     raise CheckpointError(
         f"No checkpoint of '{store.directory.parent}' can be read. To train the phase again, rename that "
