@@ -38,8 +38,7 @@ class Checkpoint:
     """An open checkpoint: the weights, the encodings and the metadata.
 
     `metadata` has id, run, phase, step, training_length, config, config_hash, lineage, mixture, tokenizer, vocab_size
-    and versions; that of a converted checkpoint has fewer keys. `tokenizer` is an argument of
-    `data.tokenizers.load_tokenizer`, "" for a checkpoint without tokenizer.
+    and versions; that of a converted checkpoint has fewer keys.
     """
 
     path: AnyPath
@@ -48,7 +47,7 @@ class Checkpoint:
     model: ModelConfig
     layers: tuple[Layer, ...]
     metadata: dict[str, Any]
-    tokenizer: str = ""
+    tokenizer: str = ""  # an argument of `data.tokenizers.load_tokenizer`; "": none
 
     @property
     def converted(self) -> bool:
@@ -102,11 +101,10 @@ def _from_hub(name: str) -> Path:
 
 
 def open_checkpoint(path: str | AnyPath, *, mesh: Mesh | None = None, rules: AxisRules | None = None) -> Checkpoint:
-    """A checkpoint with its weights, without the optimizer.
+    """A checkpoint with its weights on the first device or sharded over a mesh, without the optimizer.
 
-    Args:
-      path: of a native checkpoint (see `store.resolve`), `hf:DIR`, `hf:ORG/NAME`, `gguf:FILE`, or their plain paths.
-      mesh, rules: where to place the weights; None is the first device.
+    `path` is that of a native checkpoint (see `locating.resolve`), `hf:DIR`, `hf:ORG/NAME`, `gguf:FILE`, or their plain
+    paths.
 
     Raises:
       CheckpointError: there is none, or it is damaged or not supported.
@@ -137,8 +135,7 @@ def open_checkpoint(path: str | AnyPath, *, mesh: Mesh | None = None, rules: Axi
 def weights_digest(params: Params) -> str:
     """A digest of the weights: of up to 4,096 numbers of each array, at even distances, as float32.
 
-    A checkpoint, its copies, and children that surgery gave other encodings have one digest, also if one of them is
-    external and gets another id whenever it is opened. A step of training changes all numbers, a QK-norm adds some.
+    A checkpoint, its copies, also external ones, and children that surgery gave other encodings have one digest.
     """
     found = hashlib.sha256()
     leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}

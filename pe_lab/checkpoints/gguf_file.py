@@ -38,12 +38,7 @@ _REFUSED = (
 
 
 class GgufSource(TensorSource):
-    """See `CheckpointSource`.
-
-    Raises:
-      CheckpointError: the file is missing, truncated or not GGUF, or has not exactly the model's tensors.
-      UnsupportedError: another architecture than llama's, or `gguf` is not installed.
-    """
+    """A GGUF file of the llama family; `CheckpointError` if it is damaged, `UnsupportedError` for another family."""
 
     def __init__(self, path: Path):
         self.path = path

@@ -29,12 +29,7 @@ DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # of an expor
 
 
 class HuggingFaceSource(TensorSource):
-    """See `CheckpointSource`. Opening checks that the files have exactly the tensors of the model, in their shapes.
-
-    Raises:
-      CheckpointError: a file is missing, truncated or not safetensors, or they have other tensors.
-      UnsupportedError: an unknown architecture.
-    """
+    """A Hugging Face directory. `CheckpointError` if it has not exactly the tensors of the model, in their shapes."""
 
     def __init__(self, directory: Path, display_name: str | None = None):
         self.path, self.display_name = directory, display_name or f"hf:{directory}"
@@ -274,20 +269,16 @@ def _write_shard(
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for tensor in tensors:
-            array = tensor.join(_leaves(source, export, tensor), export.layout)
+            leaves = []
+            for path in tensor.paths:
+                leaf = source.read(path, tensor.layer)
+                if tensor.layer is not None and path.removeprefix(LAYERS) in export.folded:
+                    scale = export.scales[tensor.layer]
+                    leaf = leaf if scale == 1 else leaf.astype(np.float32) * np.float32(scale)
+                leaves.append(leaf)
+            array = tensor.join(leaves, export.layout)
             file.write(_cast(array, np.dtype(export.dtype), tensor.name).tobytes())
             done(export.bytes_of(tensor))
-
-
-def _leaves(source: CheckpointSource, export: Export, tensor: Tensor) -> list[np.ndarray]:
-    leaves = []
-    for path in tensor.paths:
-        leaf = source.read(path, tensor.layer)
-        if tensor.layer is not None and path.removeprefix(LAYERS) in export.folded:
-            scale = export.scales[tensor.layer]
-            leaf = leaf if scale == 1 else leaf.astype(np.float32) * np.float32(scale)
-        leaves.append(leaf)
-    return leaves
 
 
 def _cast(array: np.ndarray, kind: np.dtype, name: str) -> np.ndarray:

@@ -131,10 +131,7 @@ def database(directory: AnyPath) -> dict[str, Any]:
 
 
 def absent_arrays(path: AnyPath, manifest: Manifest) -> list[str]:
-    """The arrays that a checkpoint's manifest describes and whoever reads it would not find, such as `params.head`.
-
-    Digests tell that files are those that were written; this, that arrays are reached from them.
-    """
+    """The arrays that a manifest describes and that are not reached from the files, such as `params.head`."""
     import tensorstore as ts
 
     absent = []

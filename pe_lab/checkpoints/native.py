@@ -46,11 +46,7 @@ _FILE_BYTES = 2**28  # of an Orbax data file: its content stays in memory until 
 
 
 class NativeSource(CheckpointSource):
-    """See `CheckpointSource`: a native checkpoint at any path that `store.resolve` takes.
-
-    Raises:
-      CheckpointError: there is no checkpoint, or it is damaged.
-    """
+    """A native checkpoint at any path that `locating.resolve` takes; `CheckpointError` if it is damaged."""
 
     def __init__(self, path: str | AnyPath):
         directory, self.step = resolve(path)

@@ -83,10 +83,7 @@ def _take_directories_literally() -> None:
 
 @functools.cache
 def _ignore_late_failures() -> None:
-    """Keeps from the terminal what follows a failed save, of which Orbax raises the first failure.
-
-    asyncio logs each of the others, and tensorstore's threads answer to an event loop that Orbax has closed.
-    """
+    """Keeps from the terminal the failures after the first one of a save, which asyncio and tensorstore print."""
 
     def is_other(record: logging.LogRecord) -> bool:
         frames = traceback.walk_tb(record.exc_info[2] if record.exc_info else None)

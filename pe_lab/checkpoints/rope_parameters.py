@@ -127,9 +127,8 @@ def write_rope(
     number, is written as LongRoPE with equal short and long tables, which divide each pair's frequency: p-RoPE, for
     example, and partial RoPE on an architecture that rotates whole heads.
 
-    Args:
-      length: the training length in tokens.
-      max_length: the longest sequence to declare, in tokens; None: the training length times the factor of the scaling.
+    `length` is the training length, `max_length` the longest sequence to declare, by default the first times the factor
+    of the scaling, in tokens.
 
     Raises:
       UnsupportedError: transformers cannot express the encoding; names the nearest that it can.

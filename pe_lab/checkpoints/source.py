@@ -39,10 +39,7 @@ class CheckpointSource(ABC):
 
     @abstractmethod
     def read(self, leaf: str, layer: int | None = None, rows: slice = slice(None)) -> Shaped[np.ndarray, "..."]:
-        """One leaf of one layer; `rows` of the first axis of a leaf that is not stacked over layers.
-
-        `CheckpointError` if it cannot be read, or has values that are not finite.
-        """
+        """One leaf of one layer, or `rows` of one without layers; `CheckpointError` if it is damaged or not finite."""
 
     def read_block(self, leaf: str, block: slice) -> Shaped[np.ndarray, "..."]:
         """One of the `blocks` of a leaf."""
@@ -144,10 +141,7 @@ def parameter_shardings(model: Model, mesh: Mesh | None, rules: AxisRules | None
 
 
 def place(source: CheckpointSource, mesh: Mesh | None = None, rules: AxisRules | None = None) -> Params:
-    """The parameters as float32 arrays on the first device, or sharded over a mesh.
-
-    A process reads the parts of its own devices, one tensor at a time.
-    """
+    """The parameters as float32 arrays on the first device, or sharded over a mesh, read one tensor at a time."""
     model = Model(source.model)
     where = leaf_paths(parameter_shardings(model, mesh, rules))
     shapes = leaf_paths(model.shapes)

@@ -38,10 +38,7 @@ FREE_FIELDS = ("init_std", "dtype", "remat", "scan", "attention", "attention_chu
 
 
 def check_same_shape(parent: ModelConfig, child: ModelConfig, where: str, change_qk_norm: bool = False) -> None:
-    """`ConfigError` naming every field in which a model cannot take over another's weights.
-
-    With `change_qk_norm` the QK-norm may differ: surgery changes it.
-    """
+    """`ConfigError` with each field that must be equal to take over weights; surgery may change the QK-norm."""
     free = (*FREE_FIELDS, *(["qk_norm"] if change_qk_norm else []))
     names = [field.name for field in dataclasses.fields(ModelConfig) if field.name not in free]
     differ = [name for name in names if getattr(parent, name) != getattr(child, name)]

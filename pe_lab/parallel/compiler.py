@@ -172,21 +172,17 @@ def _target_config(topology: Topology) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 # Options for a train step, by the kind of chip: which collectives run beside the computation.
 #
-# The compiler's defaults (libtpu 0.0.51) already schedule for hidden latency, and on v5e run all-gathers beside
-# matrix products. What they leave out is below, with its effect on a step; `pe_lab.plan --explain` shows it for any
-# recipe, and `config.compiler_options` overrides each (`--config.compiler_options.NAME=VALUE`; "" removes one).
+# The compiler's defaults (libtpu 0.0.51) already schedule for hidden latency. What they leave out is below, with its
+# effect on a step; `pe_lab.plan --explain` shows it for any recipe, and `config.compiler_options` overrides each
+# (`--config.compiler_options.NAME=VALUE`; "" removes one). docs/log.md has what was tried in vain.
 # - v5p, v6e and TPU7x have SparseCores, which can run collectives while the TensorCore computes. Of the bytes that a
 #   step of an 8B model on v5p:4x4x4 sends, 96% then overlap with computation instead of 0%; and reduce-scatters over
 #   all three axes of a torus are reduce-scatters, which otherwise are compiled as all-reduces of twice the bytes
-#   (40.6 GiB instead of 54.3). 1.5B on v6e:16x16: 85% instead of 0%.
-# - v4 and v5e have none. Options of earlier libtpu releases for them (data-parallel overlap, asynchronous all-reduce,
-#   backward pipelining of all-gathers) give the same program as the defaults, and fusing reduce-scatters with
-#   products exceeds VMEM (docs/log.md).
+#   (40.6 GiB instead of 54.3). 1.5B on v6e:16x16: 85% instead of 0%. v4 and v5e have none.
 # - GPUs: the weights of a layer are gathered while the layer before computes. Of the bytes that all-gathers of a 494M
 #   model send on h100:8, 96% then overlap with computation instead of 0%, for 3% more memory; 8B on h100:16: 92%
-#   instead of 91%. XLA of JAX 0.10 does so across micro-batches too, for 58% more memory (of JAX 0.12, 3%): there it
-#   is off with `accumulate`. The latency-hiding scheduler is on by default. The other options that pipeline or
-#   combine collectives change nothing, or send less beside computation (docs/log.md).
+#   instead of 91%. XLA of JAX 0.10 does so across micro-batches too, for 58% more memory: there it is off with
+#   `accumulate`.
 # - CPUs: a step that may skip its update overwrites moments that the new parameters are computed from. XLA copies
 #   them first unless it analyzes in which order they are used: 1.6% of the processor time of a 4M model's step.
 

@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 import time
+import traceback
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -107,7 +108,9 @@ class StopRequests:
             return
         self.received = self.received or number
         if not self.can_save and not self.raised:
-            if _swallows(frame):
+            # In a finalizer, or a hook of the garbage collector, Python prints and drops an exception.
+            names = {outer.f_code.co_name for outer, _ in traceback.walk_stack(frame)}
+            if names & {"__del__", "_xla_gc_callback"}:
                 self._again = True  # in a moment
                 return
             self.raised = True
@@ -190,15 +193,6 @@ def stop_requests(kind: type[StopRequests] = StopRequests) -> Iterator[StopReque
             yield _active
     finally:
         _active = None
-
-
-def _swallows(frame: Any) -> bool:
-    """Whether Python prints and drops an exception raised here: in a finalizer, or a hook of the garbage collector."""
-    while frame is not None:
-        if frame.f_code.co_name in ("__del__", "_xla_gc_callback"):
-            return True
-        frame = frame.f_back
-    return False
 
 
 def watch_maintenance() -> None:

@@ -71,10 +71,7 @@ def _write_local(files: Mapping[Path, bytes], advice: str, private: bool) -> Non
 
 
 def create_file(path: AnyPath, content: bytes) -> bool:
-    """Writes a file that does not exist yet, whole where the file system has hard links; False if there is another one.
-
-    Of several processes that try at the same time one succeeds: their contents must differ.
-    """
+    """Writes a file, whole where there are hard links; False if there is one. Contents of several processes differ."""
     if not is_remote(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")

@@ -20,10 +20,7 @@ _BETWEEN = secrets.randbits(62)  # stands between lines that are parsed at once;
 
 
 def json_object(text: str | bytes, kind: type[Kind] = dict) -> Kind | None:
-    """The JSON object (or list, with that `kind`) that a text holds; None if it holds anything else.
-
-    Objects and lists that are nested more than `DEEPEST` deep are anything else.
-    """
+    """The JSON object (or list, with that `kind`) in a text; None for all else, also what is deeper than `DEEPEST`."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError

@@ -42,15 +42,13 @@ def lease(
     where that can be told (see `owner_lives`); any other one, if it is not renewed for `EXPIRY_SECONDS`.
 
     Args:
-      path: the file, on a file system or an object store.
       show: prints a line, before this process waits to learn whether another one is alive.
       lost: called from a thread with a message, if another process has taken the lease or it cannot be renewed.
       kept_after_errors: whether the file stays if the block raises, as the lease of a dead process.
 
     Raises:
       LeaseTaken: another process has the lease.
-      DataError: the file cannot be written.
-      StoreError: the store refuses, or does not answer.
+      DataError, StoreError: the file cannot be written.
     """
     owner = _this_process() | {"key": secrets.token_hex(8)}
     content, inherited = _content(owner, 0), False

@@ -166,10 +166,7 @@ def _cut_off_partial_line(file: BinaryIO) -> None:
 
 
 def read_log(path: AnyPath) -> bytes:
-    """The content of a file of JSON lines, or of the segments of a remote log; `FileNotFoundError` if there is neither.
-
-    Segments that a lagging listing does not name yet are asked for by name.
-    """
+    """The content of a file of JSON lines, or of the segments of a remote log; `FileNotFoundError` without either."""
     if not is_remote(path):
         return path.read_bytes()
     try:

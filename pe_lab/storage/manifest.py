@@ -98,10 +98,7 @@ def seal_broken(content: Mapping[str, Any]) -> bool:
 
 
 def salvage_sealed(path: AnyPath, show: Callable[[str], None]) -> dict[str, Any]:
-    """The JSON object that `sealed` made in a file that a run writes anew; {} if there is no file.
-
-    A damaged file is set aside, and `show` gets a line about it.
-    """
+    """The JSON object that `sealed` made in a file; {} without one. A damaged file is set aside, and told."""
     if not exists(path):
         return {}
     content = read_bytes(path)

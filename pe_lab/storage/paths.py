@@ -261,15 +261,12 @@ def children(directory: AnyPath) -> list[AnyPath]:
 
 @dataclass(frozen=True)
 class Entry:
-    """A file in a listing: its size, and the digests that a store knows without reading it, in hexadecimal.
-
-    `version` differs for each content that a store had under the name.
-    """
+    """A file in a listing: its size, and the digests that a store knows without reading it, in hexadecimal."""
 
     size: int
     crc32c: str | None = None
     md5: str | None = None
-    version: str = ""
+    version: str = ""  # another for each content that a store had under the name
 
 
 def listing(directory: AnyPath) -> dict[str, Entry]:

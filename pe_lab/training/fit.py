@@ -97,25 +97,19 @@ def train_run(
             f"{config.name}: {run.models[0].num_parameters:,} parameters, {len(run.phases)} phases, "
             f"mesh {dict(run.mesh.shape)}, in {workdir}"
         )
-        last = _train_phases(run)
+        last = None
+        try:
+            with lost_processes():
+                for phase in run.phases:
+                    last = train_phase(run, phase, last)
+        except Stopped as stopped:
+            raise Stopped(f"{config.name}: {stopped}") from None
+        finally:
+            ledger.close()
+            if ledger.start:
+                out.print(f"time of this run: {balance(read_ledger(ledger.path))}")
     out.print(f"{config.name}: complete, {last}")
     return run
-
-
-def _train_phases(run: Run) -> AnyPath | None:
-    """Trains all phases, keeps the ledger, and returns the last checkpoint."""
-    last, ledger = None, run.ledger
-    try:
-        with lost_processes():
-            for phase in run.phases:
-                last = train_phase(run, phase, last)
-    except Stopped as stopped:
-        raise Stopped(f"{run.config.name}: {stopped}") from None
-    finally:
-        ledger.close()
-        if ledger.start:
-            run.out.print(f"time of this run: {balance(read_ledger(ledger.path))}")
-    return last
 
 
 @contextlib.contextmanager

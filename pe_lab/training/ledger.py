@@ -151,7 +151,7 @@ def read_ledger(path: AnyPath) -> list[dict[str, Any]]:
 class Balance:
     """The seconds of a run by bucket: of each start, with the time `down` before it."""
 
-    starts: tuple[dict[str, float], ...]  # one for each start, in their order
+    starts: tuple[dict[str, float], ...]
 
     @property
     def seconds(self) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from pe_lab.terminal import console
 from pe_lab.training.ledger import Ledger
 from pe_lab.training.plan import PhasePlan
 from pe_lab.training.run import Run
-from pe_lab.training.trackers import Background, Session, numbers_of, open_trackers
+from pe_lab.training.trackers import Background, Session, open_trackers
 
 
 class PhaseLogs:
@@ -83,8 +84,9 @@ class PhaseLogs:
             self._digest.add(record)
         if name == "spikes" or "event" in record:
             return
+        numbers = {key: value for key, value in record.items() if key != "step" and _is_finite_number(value)}
         for tracker in self._trackers:
-            tracker.write(record["step"], numbers_of(record))
+            tracker.write(record["step"], numbers)
 
     @property
     def digest(self) -> dict[str, Any]:
@@ -103,6 +105,10 @@ class PhaseLogs:
         with contextlib.ExitStack() as stack:  # which begins with what came last
             for one in (*self._trackers, *self._logs.values()):
                 stack.callback(one.close)
+
+
+def _is_finite_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 # What the loop waits for. The rest of a step's time is the host's own: starting programs and writing logs.
@@ -202,10 +208,9 @@ def write_phase(
     started: int,
     seconds: float,
 ) -> None:
-    """Writes phase.json, with its own digest, for the report.
+    """Writes phase.json, with its own digest, for the report: of a session from step `started` on.
 
-    `flops` is per token, `lineage` of the checkpoint that was read or saved last, `status` running or complete; the
-    session began at step `started` and took `seconds`.
+    `flops` is per token, `lineage` of the checkpoint that was read or saved last, `status` running or complete.
     """
     if jax.process_index() != 0:
         return
@@ -278,8 +283,7 @@ def checkpoint_metadata(
 ) -> dict[str, Any]:
     """The metadata of a checkpoint of `phase`, whose id and step are in the last entry of `lineage`.
 
-    `tokens` were read in the phase so far. `stability` is the state of its `Monitor`, `log` the digest of
-    metrics.jsonl.
+    `tokens` were read in the phase so far, `stability` is the state of its `Monitor`, `log` that of metrics.jsonl.
     """
     model, seed, step = run.models[phase.index].config, run.config.seed, lineage[-1]["step"]
     return metadata_of(

@@ -41,9 +41,7 @@ class PhasePrograms(NamedTuple):
 
 
 def train_phase(run: Run, phase: PhasePlan, previous: AnyPath | None) -> AnyPath:
-    """Trains one phase from the state of its files to its end, and returns its last checkpoint.
-
-    `previous` is the last checkpoint of the previous phase, if there is one.
+    """Trains one phase from the state of its files, or `previous`'s, to its end, and returns its last checkpoint.
 
     Raises:
       Stopped: the process was asked to stop, and everything is saved.
@@ -185,7 +183,10 @@ def _train_steps(
             stops.can_save = True
             settle()  # the metrics of the previous step, while this one runs
             pending.append((step, metrics))
-            _log_epochs(run, phase, step, pipeline, logs)
+            for source, epoch in pipeline.new_repeats():
+                logs.write("metrics", {"step": step, "event": "epoch", "source": source, "epoch": epoch})
+                if epoch == 2:
+                    out.print(f"{phase.name}: step {step} reads data source '{source}' for the 2nd time")
             if profiled := profiler.end(metrics, directory):
                 out.print(profiled)
 
@@ -335,11 +336,3 @@ def _log_event(
         for batch in batches:
             for sequence in pipeline.sequences(batch):
                 logs.write("spikes", {"step": event.step, "event": event.action, **sequence})
-
-
-def _log_epochs(run: Run, phase: PhasePlan, step: int, pipeline: Pipeline, logs: PhaseLogs) -> None:
-    """Writes an event for each source that a step has begun to read anew; the first one is told."""
-    for source, epoch in pipeline.new_repeats():
-        logs.write("metrics", {"step": step, "event": "epoch", "source": source, "epoch": epoch})
-        if epoch == 2:
-            run.out.print(f"{phase.name}: step {step} reads data source '{source}' for the 2nd time")

@@ -145,16 +145,14 @@ class Monitor:
             and is_spike(self.history, loss, grad_norm, self._config.spike_sigma, np)
         ):
             cause, action = "spike", self._config.on_spike
-        event = Event(step, action, cause, float(loss), float(grad_norm), *self._means()) if action else None
+        means: tuple[float | None, float | None] = (None, None)
+        if count := int(self.history.count):
+            means = float(np.mean(self.history.losses[-count:])), float(np.mean(self.history.grad_norms[-count:]))
+        event = Event(step, action, cause, float(loss), float(grad_norm), *means) if action else None
         if action in ("", "warn"):
             self.history = push(self.history, loss, grad_norm, True, np)
         self.skips_in_a_row = self.skips_in_a_row + 1 if action == "skip" else 0
         return event
-
-    def _means(self) -> tuple[float | None, float | None]:
-        if not (count := int(self.history.count)):
-            return None, None
-        return float(np.mean(self.history.losses[-count:])), float(np.mean(self.history.grad_norms[-count:]))
 
 
 class Rewind(Exception):

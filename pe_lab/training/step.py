@@ -28,12 +28,11 @@ BATCH_AXES = ("batch", None)  # only activations are sharded over a context axis
 class RandomPositions(NamedTuple):
     """Positions drawn in each step: one per token, ascending, below `longest` (Ruoss et al. 2023).
 
-    `seed` is the seed of the run and the index of the phase. The draw is a function of it and of the step, so a resumed
-    run draws the same positions.
+    The draw is a function of the seed and of the step, so a resumed run draws the same positions.
     """
 
     longest: int
-    seed: tuple[int, int]
+    seed: tuple[int, int]  # of the run, and the index of the phase
 
     def draw(self, step: jax.Array, length: int) -> jax.Array:
         """[1, length] int32, without repetition; the same for the whole batch, as in the paper's code."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import math
 import os
 import queue
 import secrets
@@ -278,12 +277,3 @@ def open_trackers(session: Session, show: Callable[[str], None]) -> list[Backgro
     log = session.config.log
     names = [n for n in log.trackers if not (n == "wandb" and log.wandb.mode == "disabled")]
     return [Background(name, lambda name=name: TRACKERS[name](session), show) for name in dict.fromkeys(names)]
-
-
-def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """The finite numbers of a log's record, without its step."""
-    return {
-        key: value
-        for key, value in record.items()
-        if key != "step" and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    }
