@@ -199,13 +199,12 @@ def compiler_options(device: Any, accumulate: int, overrides: Mapping[str, Any])
 
     `overrides` are those of the recipe; "" removes an option.
     """
-    chosen = _gpu_options(accumulate) if device.platform == "gpu" else OPTIONS.get(device.device_kind, {})
+    chosen = OPTIONS.get(device.device_kind, {})
+    if device.platform == "gpu":
+        version = jax.__version_info__[:2]
+        if version >= (0, 12):
+            chosen = {"xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON"}
+        elif version == (0, 10) and accumulate == 1:
+            chosen = {"xla_gpu_enable_pipelined_all_gather": True}
     options = chosen | dict(overrides)
     return {name: value for name, value in options.items() if value != ""}
-
-
-def _gpu_options(accumulate: int) -> dict[str, Any]:
-    version = jax.__version_info__[:2]
-    if version >= (0, 12):
-        return {"xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON"}
-    return {"xla_gpu_enable_pipelined_all_gather": True} if version == (0, 10) and accumulate == 1 else {}

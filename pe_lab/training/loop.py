@@ -153,10 +153,10 @@ def _train_steps(
 
         def evaluate(evaluator: Evaluator) -> dict[str, float]:
             with speed.wait(evaluator.name):
-                found = evaluator(step, state.params)
+                found = evaluator.measure(step, state.params)
             read = pipeline.tokens_read() if step else {}
             logs.write("metrics", {"step": step, "tokens": tokens(step), **found, **read})
-            return found
+            return dict(found)
 
         progress.update(step, f"{step}/{steps}  compiling")
         if step == 0:
@@ -199,7 +199,7 @@ def _train_steps(
 
             evaluated: dict[str, float] = {}
             for evaluator in programs.evaluators:
-                if evaluator.is_due(step, steps):
+                if step % evaluator.every_steps == 0 or step == steps:
                     settle()
                     evaluated |= evaluate(evaluator)
                     validated = validation_text(evaluated) or validated
