@@ -15,7 +15,7 @@ import jax
 
 from pe_lab.config import TOPOLOGIES
 from pe_lab.errors import ConfigError, UnsupportedError
-from pe_lab.parallel.topology import Topology
+from pe_lab.parallel.topology import GENERATIONS, Topology
 
 
 class NoCompiler(Exception):
@@ -74,8 +74,8 @@ def _slice_devices(topology: Topology) -> list[Any]:
     options: dict[str, Any] = {"wrap": wrap_around(topology)}
     if topology.slices > 1:
         options["num_slices"] = topology.slices
-    if topology.chip.config:
-        options["chip_config_name"] = topology.chip.config
+    if config := GENERATIONS[topology.text.partition(":")[0]].chip_config:
+        options["chip_config_name"] = config
     try:
         return list(topologies.get_topology_desc(topology.text, platform="tpu", **options).devices)
     except jax.errors.JaxRuntimeError as error:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -31,19 +31,16 @@ class Chip:
     bandwidth: float = 0.0  # of its memory, bytes/s
     ici: float = 0.0  # to the chips of its slice, or the GPUs of its node, over all links together, bytes/s
     dcn: float = 0.0  # its part of the network of its host, bytes/s
-    dimensions: int = 1  # of the shape of a TPU slice; of others the number of devices
-    devices: int = 1  # of JAX for each TPU chip
-    config: str = ""  # libtpu's name of the chip's configuration
 
 
 # TPUs: docs.cloud.google.com/tpu/docs, where ICI is the sum of both directions. A device of v4 and v5p is a chip with
 # both of its cores, one of TPU7x is half a chip. GPUs: NVIDIA's data sheets, and 400 Gb/s of network (A100: 200).
 CHIPS = {
-    "v4": Chip("TPU v4", 32 * GIB, 275e12, 1228e9, 300e9, 6.25e9, 3, config="megacore"),
-    "v5e": Chip("TPU v5e", 16 * GIB, 197e12, 819e9, 200e9, 3.125e9, 2),
-    "v5p": Chip("TPU v5p", 95 * GIB, 459e12, 2765e9, 600e9, 6.25e9, 3),
-    "v6e": Chip("TPU v6e", 32 * GIB, 918e12, 1638e9, 400e9, 12.5e9, 2),
-    "tpu7x": Chip("TPU7x", 96 * GIB, 1153.5e12, 3690e9, 300e9, 6.25e9, 3, devices=2),
+    "v4": Chip("TPU v4", 32 * GIB, 275e12, 1228e9, 300e9, 6.25e9),
+    "v5e": Chip("TPU v5e", 16 * GIB, 197e12, 819e9, 200e9, 3.125e9),
+    "v5p": Chip("TPU v5p", 95 * GIB, 459e12, 2765e9, 600e9, 6.25e9),
+    "v6e": Chip("TPU v6e", 32 * GIB, 918e12, 1638e9, 400e9, 12.5e9),
+    "tpu7x": Chip("TPU7x", 96 * GIB, 1153.5e12, 3690e9, 300e9, 6.25e9),
     "a100": Chip("NVIDIA A100 80GB", 80 * GIB, 312e12, 2039e9, 300e9, 25e9),
     "h100": Chip("NVIDIA H100 80GB", 80 * GIB, 989e12, 3350e9, 450e9, 50e9),
     "h200": Chip("NVIDIA H200", 140 * GIB, 989e12, 4800e9, 450e9, 50e9),
@@ -51,6 +48,21 @@ CHIPS = {
 }
 
 
+class TpuGeneration(NamedTuple):
+    """A kind of TPU, as libtpu names its slices: dimensions of the shape, JAX devices of a chip, chip configuration."""
+
+    dimensions: int
+    devices: int = 1
+    chip_config: str = ""
+
+
+GENERATIONS = {
+    "v4": TpuGeneration(3, chip_config="megacore"),
+    "v5e": TpuGeneration(2),
+    "v5p": TpuGeneration(3),
+    "v6e": TpuGeneration(2),
+    "tpu7x": TpuGeneration(3, devices=2),
+}
 GPUS_OF_NODE = 8
 _ALIASES = {"gpu": "h100", "v7x": "tpu7x", "tpuv7x": "tpu7x", "ironwood": "tpu7x", "trillium": "v6e"}
 # device_kind of JAX -> chip
@@ -100,9 +112,7 @@ def parse_topology(text: str, slices: int = 1) -> Topology:
     text = text.strip().lower()
     name, colon, shape = text.partition(":")
     name = _ALIASES.get(name, name)
-    chip = CHIPS.get(name, Chip("CPU device"))
-    is_tpu = chip.dimensions > 1
-    if slices < 1 or (slices > 1 and not is_tpu):
+    if slices < 1 or (slices > 1 and name not in GENERATIONS):
         raise ConfigError(f"--slices={slices}: it is the number of TPU slices, of --topology=v5e:16x16 for example.")
     if text == "local":
         devices = jax.devices()
@@ -110,16 +120,17 @@ def parse_topology(text: str, slices: int = 1) -> Topology:
     if name not in CHIPS and name != "cpu":
         near = did_you_mean(name, [*CHIPS, "gpu", "cpu", "local"])
         raise ConfigError(f"--topology: no chip is called '{name}'. {near} Examples: {TOPOLOGIES}.")
-    example = {1: f"{name}:8", 2: f"{name}:4x4", 3: f"{name}:2x2x1"}[chip.dimensions]
+    generation = GENERATIONS.get(name, TpuGeneration(1))
+    example = {1: f"{name}:8", 2: f"{name}:4x4", 3: f"{name}:2x2x1"}[generation.dimensions]
     if not colon or not re.fullmatch("[1-9][0-9]{0,8}(x[1-9][0-9]{0,8})*", shape):
-        what = "shape" if is_tpu else "number of chips"
+        what = "number of chips" if generation.dimensions == 1 else "shape"
         raise ConfigError(f"--topology: '{text}' has no {what}. Write it as in {example}. Examples: {TOPOLOGIES}.")
     sizes = tuple(int(size) for size in shape.split("x"))
-    if len(sizes) != chip.dimensions:
-        numbers = f"{chip.dimensions} numbers" if is_tpu else "1 number"
+    if len(sizes) != generation.dimensions:
+        numbers = "1 number" if generation.dimensions == 1 else f"{generation.dimensions} numbers"
         has = "1 dimension" if len(sizes) == 1 else f"{len(sizes)} dimensions"
         message = f"--topology: '{text}' has {has}; {name} takes {numbers}"
-        if is_tpu and len(sizes) == chip.dimensions + 1:
+        if name in GENERATIONS and len(sizes) == generation.dimensions + 1:
             slice_of = "x".join(map(str, sizes[:-1]))
             raise ConfigError(
                 f"{message}, as in {example}. For {sizes[-1]} slices of {slice_of}: "
@@ -128,10 +139,11 @@ def parse_topology(text: str, slices: int = 1) -> Topology:
         raise ConfigError(f"{message}, as in {example}. Examples: {TOPOLOGIES}.")
     if math.prod(sizes) * slices > MOST_CHIPS:
         raise ConfigError(f"--topology: '{text}' is more than {MOST_CHIPS:,} chips.")
-    kind = "tpu" if is_tpu else "cpu" if name == "cpu" else "gpu"
+    kind = "tpu" if name in GENERATIONS else "cpu" if name == "cpu" else "gpu"
     if kind == "gpu" and sizes[0] > GPUS_OF_NODE and sizes[0] % GPUS_OF_NODE:
         raise ConfigError(f"--topology: '{text}' is no number of whole nodes. More than 8 GPUs are a multiple of 8.")
-    count = math.prod(sizes) * chip.devices * slices
+    count = math.prod(sizes) * generation.devices * slices
+    chip = CHIPS.get(name, Chip("CPU device"))
     if kind == "gpu":
         chip = dataclasses.replace(chip, memory=int(chip.memory * GPU_MEMORY_SHARE))
     return Topology(f"{name}:{shape}", kind, chip, count, sizes, slices)
