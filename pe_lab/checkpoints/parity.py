@@ -79,8 +79,7 @@ def fixed_batch(vocab_size: int) -> Int[np.ndarray, "B T"]:
 def compared_positions(training_length: int) -> Int[np.ndarray, "2 T"]:
     """The positions of the tokens in the two comparisons: consecutive ones, and some up to twice the training length.
 
-    The second are dense at first, then farther and farther apart, so that every order of distance is there; none is
-    beyond `LAST_POSITION`. A window is counted in tokens by transformers and by pe_lab, and sees as many of them.
+    The second are farther and farther apart, up to `LAST_POSITION`: every order of distance is there.
     """
     count = np.arange(LENGTH)
     stop = min(max(2 * training_length, 2 * LENGTH), LAST_POSITION + 2)

@@ -69,8 +69,7 @@ def keep_freed_memory() -> bool:
 def return_freed_memory() -> None:
     """Returns freed memory to the kernel, where the C library can: takes about 0.1 s for each GB.
 
-    Saving a checkpoint allocates blocks of many sizes in many threads. Between those that stay in use, most of the
-    freed ones are kept: after seven saves of 6 GB 16 GB of a process were free (docs/log.md).
+    Else it keeps most of what saves have freed: 16 GB after seven saves of 6 GB (docs/log.md).
     """
     if sys.platform.startswith("linux"):
         with contextlib.suppress(OSError, AttributeError):

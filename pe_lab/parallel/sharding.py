@@ -254,8 +254,7 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 def put(tree: Any, sharding: Sharding) -> Any:
     """Arrays on the devices of a sharding. Of arrays on the host, every process has the same one.
 
-    `jax.device_put` alone takes no array of one process's device for devices of several, and compares arrays of the
-    host between the processes, whose every byte then travels.
+    `jax.device_put` takes no array of one process for devices of several, and sends arrays of the host between them.
     """
     if sharding.is_fully_addressable:
         return jax.device_put(tree, sharding)

@@ -108,10 +108,10 @@ def lease_is_live(path: AnyPath, show: Callable[[str], None]) -> bool:
 
 
 def owner_lives(owner: Mapping[str, Any]) -> bool | None:
-    """Whether the process that a lease names is alive; None where this process cannot tell.
+    """Whether the process that a lease names is alive; None where this process cannot tell, and its renewals do.
 
-    A process number means something to processes of one kernel and one pid namespace alone, which a host name does not
-    name: containers may share it. Elsewhere, and without Linux's /proc, the renewals of a lease tell.
+    A process number means something to processes of one kernel and one pid namespace alone; containers may share a host
+    name.
     """
     if owner.get("key") in _active:
         return True

@@ -309,11 +309,7 @@ def entry_of(info: dict[str, Any]) -> Entry:
 
 
 def remove_tree(directory: AnyPath, first: str = "") -> None:
-    """Removes a directory with all that is in it, if it exists.
-
-    The file `first`, which says that it is whole, goes first: a process that is killed here leaves no directory that
-    looks whole.
-    """
+    """Removes a directory, if it exists; the file `first`, which says that it is whole, before the others."""
     if not is_remote(directory):
         if first:
             (directory / first).unlink(missing_ok=True)

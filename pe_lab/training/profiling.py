@@ -18,8 +18,8 @@ from pe_lab.storage import AnyPath, write_file
 class Profiler:
     """Traces some steps of a command for XProf, with the memory of the devices after them.
 
-    Every process writes its own files to PHASE/tensorboard/plugins/profile/step_FIRST in the run's directory: a
-    .xplane.pb, and a .memory.prof for pprof. `steps` to trace, if any, are of those that the command trains, from 1.
+    Every process writes a .xplane.pb, and a .memory.prof for pprof, to PHASE/tensorboard/plugins/profile/step_FIRST.
+    The `steps` to trace, if any, are of those that the command trains, from 1.
     """
 
     def __init__(self, steps: range = range(0)):

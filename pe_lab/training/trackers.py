@@ -178,8 +178,7 @@ class Wandb(Tracker):
     """A run of Weights & Biases, written by a process of its own: `wandb_writer.py`.
 
     All phases and all starts of a run are one run of W&B, whose id is in wandb.json of the workdir; metrics are named
-    `PHASE/NAME` and drawn over `PHASE/step`. Steps that an earlier session sent, and that are computed again, are not
-    sent again.
+    `PHASE/NAME` and drawn over `PHASE/step`.
     """
 
     def __init__(self, session: Session):
