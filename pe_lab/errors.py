@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import re
@@ -53,6 +54,15 @@ class SaveFailed(Exception):
 
 class SilentCorruption(Exception):
     """The same computation gave two results: the hardware is faulty. The message names the process and the device."""
+
+
+@contextlib.contextmanager
+def within(where: str) -> Iterator[None]:
+    """Puts a place before the message of a `UserError` of the block."""
+    try:
+        yield
+    except UserError as error:
+        raise type(error)(f"{where}: {error}") from None
 
 
 def did_you_mean(name: str, allowed: Sequence[str]) -> str:

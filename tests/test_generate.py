@@ -11,13 +11,13 @@ from tiny_runs import compilations_kept, start, trained  # noqa: F401
 
 import pe_lab
 from pe_lab import language_model
+from pe_lab.checkpoints.source import parameter_shardings
 from pe_lab.config import MeshConfig
 from pe_lab.errors import UserError
 from pe_lab.generate import main
 from pe_lab.model import GenerationStatistics, Model
 from pe_lab.parallel import AxisRules, make_mesh
 from pe_lab.positional import PI, Beta, DynamicNTK, Rope, rescale
-from pe_lab.training.step import parameter_shardings
 
 pytestmark = pytest.mark.usefixtures("compilations_kept")
 

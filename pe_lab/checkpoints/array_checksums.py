@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import UInt32
 
+from pe_lab.checkpoints.families import leaf_paths
+
 # A CPU computes about 2 GB/s of checksums, a tenth of the time that saving takes; it saves larger states without them,
 # and the digests of their files are compared. An accelerator computes them at the speed of its memory, in less than 1%.
 CPU_BYTES = 2**28
@@ -39,19 +41,13 @@ def checksum(array: jax.Array) -> UInt32[jax.Array, ""]:
     return (h ^ (h >> 16)).sum(dtype=jnp.uint32)
 
 
-def leaves_by_path(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by their paths, such as `layers.mlp.up`."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
-
-
 def describe_arrays(tree: Any, always: bool = False) -> dict[str, dict[str, Any]]:
     """The shape, the dtype and the checksum of each leaf of a tree, by its path.
 
-    Checksums are still on the device, so that nothing waits for them; `received` fetches them. They are None if they
-    would take too long on this platform (see `CPU_BYTES`), unless they are wanted `always`.
+    Checksums are on the device, from which `received` fetches them; None if they would take too long on this platform
+    (see `CPU_BYTES`), unless they are wanted `always`.
     """
-    leaves = leaves_by_path(tree)
+    leaves = leaf_paths(tree)
     device_sets = [leaf.sharding.device_set for leaf in leaves.values() if isinstance(leaf, jax.Array)]
     on_cpu = len(device_sets) < len(leaves) or any(next(iter(some)).platform == "cpu" for some in device_sets)
     # XLA's CPU devices may wait for each other for ever when programs with collectives run beside a step.
@@ -82,14 +78,11 @@ def comparable(tree: Any, saved: Mapping[str, Mapping[str, Any]]) -> bool:
     """Whether all leaves of a tree, arrays or shapes, were saved with a checksum and in the dtype that they have."""
     return all(
         saved.get(name, {}).get("checksum") and saved[name]["dtype"] == str(np.dtype(leaf.dtype))
-        for name, leaf in leaves_by_path(tree).items()
+        for name, leaf in leaf_paths(tree).items()
     )
 
 
 def differing(tree: Any, saved: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The paths of the leaves of a restored tree whose checksums are not those of the saved arrays.
-
-    Those of large arrays are computed on a CPU, too: an accelerator may have saved them.
-    """
-    found = received(describe_arrays(tree, always=True))
+    """The paths of the leaves of a restored tree whose checksums are not those of the saved arrays."""
+    found = received(describe_arrays(tree, always=True))  # on a CPU, too: an accelerator may have saved them
     return [name for name, entry in found.items() if entry["checksum"] != saved[name]["checksum"]]

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from pe_lab import storage
 from pe_lab.checkpoints.gguf_file import GgufSource
 from pe_lab.checkpoints.huggingface import HuggingFaceSource
-from pe_lab.checkpoints.locating import DIRECTORY, first_line, lineage_entry, new_id
+from pe_lab.checkpoints.locating import DIRECTORY, first_line, lineage_entry
 from pe_lab.checkpoints.native import NativeSource
 from pe_lab.checkpoints.source import CheckpointSource, place
 from pe_lab.config import ModelConfig
@@ -38,8 +38,7 @@ class Checkpoint:
     """An open checkpoint: the weights, the encodings and the metadata.
 
     `metadata` has id, run, phase, step, training_length, config, config_hash, lineage, mixture, tokenizer, vocab_size
-    and versions; that of a converted checkpoint has fewer keys. `tokenizer` is an argument of
-    `data.tokenizers.load_tokenizer`, "" for a checkpoint without tokenizer.
+    and versions; that of a converted checkpoint has fewer keys.
     """
 
     path: AnyPath
@@ -48,7 +47,7 @@ class Checkpoint:
     model: ModelConfig
     layers: tuple[Layer, ...]
     metadata: dict[str, Any]
-    tokenizer: str = ""
+    tokenizer: str = ""  # an argument of `data.tokenizers.load_tokenizer`; "": none
 
     @property
     def converted(self) -> bool:
@@ -65,12 +64,9 @@ def is_external(path: str | AnyPath) -> bool:
 
 
 def open_source(path: str | AnyPath) -> CheckpointSource:
-    """A checkpoint, native or external, opened without reading its weights.
+    """A checkpoint, native or external, opened without reading its weights; `CheckpointError` if that is impossible.
 
     `hf:ORG/NAME` that is no directory is downloaded from the hub, if `huggingface_hub` is installed and online.
-
-    Raises:
-      CheckpointError: there is none, or it cannot be read; see the sources.
     """
     text = str(path)
     if not is_external(path):
@@ -105,11 +101,10 @@ def _from_hub(name: str) -> Path:
 
 
 def open_checkpoint(path: str | AnyPath, *, mesh: Mesh | None = None, rules: AxisRules | None = None) -> Checkpoint:
-    """A checkpoint with its weights, without the optimizer.
+    """A checkpoint with its weights on the first device or sharded over a mesh, without the optimizer.
 
-    Args:
-      path: of a native checkpoint (see `store.resolve`), `hf:DIR`, `hf:ORG/NAME`, `gguf:FILE`, or their plain paths.
-      mesh, rules: where to place the weights; None is the first device.
+    `path` is that of a native checkpoint (see `locating.resolve`), `hf:DIR`, `hf:ORG/NAME`, `gguf:FILE`, or their plain
+    paths.
 
     Raises:
       CheckpointError: there is none, or it is damaged or not supported.
@@ -123,7 +118,7 @@ def open_checkpoint(path: str | AnyPath, *, mesh: Mesh | None = None, rules: Axi
     if isinstance(source, NativeSource):
         step, params, metadata = source.step, source.restore(mesh, rules), source.metadata
     else:
-        entry = lineage_entry(f"read from {source.display_name}", new_id(), source.display_name, 0)
+        entry = lineage_entry(f"read from {source.display_name}", source.display_name, 0)
         metadata = {
             "id": entry["id"],
             "phase": source.path.name,
@@ -140,8 +135,7 @@ def open_checkpoint(path: str | AnyPath, *, mesh: Mesh | None = None, rules: Axi
 def weights_digest(params: Params) -> str:
     """A digest of the weights: of up to 4,096 numbers of each array, at even distances, as float32.
 
-    A checkpoint, its copies, and children that surgery gave other encodings have one digest, also if one of them is
-    external and gets another id whenever it is opened. A step of training changes all numbers, a QK-norm adds some.
+    A checkpoint, its copies, also external ones, and children that surgery gave other encodings have one digest.
     """
     found = hashlib.sha256()
     leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
@@ -164,13 +158,7 @@ def write_logit_scale(
 ) -> AnyPath | None:
     """Writes a fit and returns the file's path; None for an external checkpoint.
 
-    Args:
-      coefficient: c, common to all lengths.
-      fitted: length in tokens -> the scale that was fitted there.
-      on: a description of the data of the fit.
-
-    Raises:
-      DataError: the file cannot be written.
+    `coefficient` is c, common to all lengths, `fitted` the scales by length in tokens, `on` describes the data.
     """
     path = _scale_file(checkpoint)
     if path is None:
@@ -188,11 +176,7 @@ def write_logit_scale(
 
 
 def read_logit_scale(checkpoint: Checkpoint) -> Beta | None:
-    """The scale that was fitted for a checkpoint, or None.
-
-    Raises:
-      CheckpointError: the file is damaged.
-    """
+    """The scale that was fitted for a checkpoint, or None. Raises `CheckpointError`: the file is damaged."""
     path = _scale_file(checkpoint)
     entry = _read_scales(path).get(str(checkpoint.metadata.get("id"))) if path is not None else None
     if entry is None:

@@ -9,11 +9,11 @@ values into one module, which is one entry of its table.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import numpy as np
-from flax.traverse_util import flatten_dict
 from jaxtyping import Shaped
 
 from pe_lab.config import ModelConfig
@@ -28,17 +28,11 @@ Piece = Shaped[np.ndarray, "..."]
 
 @dataclass(frozen=True)
 class Leaf:
-    """The conversion of a native leaf (without the axis over layers) from and to an external tensor.
+    """The conversion of a native leaf (without the axis over layers) from and to an external tensor."""
 
-    Attributes:
-      external_shape: from the native shape.
-      to_native: the leaf, from the external tensor and the native shape.
-      to_external: the inverse.
-    """
-
-    external_shape: Callable[[tuple[int, ...]], tuple[int, ...]]
-    to_native: Callable[[Piece, tuple[int, ...]], Piece]
-    to_external: Callable[[Piece], Piece]
+    external_shape: Callable[[tuple[int, ...]], tuple[int, ...]]  # from the native shape
+    to_native: Callable[[Piece, tuple[int, ...]], Piece]  # the leaf, from the external tensor and the native shape
+    to_external: Callable[[Piece], Piece]  # the inverse
 
 
 _SAME = Leaf(lambda s: s, lambda x, s: x, lambda x: x)
@@ -56,16 +50,10 @@ _FROM_HEADS = Leaf(  # [H, K, D] and [D, H K]
 _PER_HEAD = Leaf(lambda s: (s[0] * s[1],), lambda x, s: x.reshape(s), lambda x: x.reshape(-1))  # [H, K] and [H K]
 
 LEAVES: dict[str, Leaf] = {
-    "attention.query": _TO_HEADS,
-    "attention.key": _TO_HEADS,
-    "attention.value": _TO_HEADS,
+    **dict.fromkeys(("attention.query", "attention.key", "attention.value"), _TO_HEADS),
+    **dict.fromkeys(("attention.query_bias", "attention.key_bias", "attention.value_bias"), _PER_HEAD),
+    **dict.fromkeys(("mlp.gate", "mlp.up", "mlp.down"), _MATRIX),
     "attention.out": _FROM_HEADS,
-    "attention.query_bias": _PER_HEAD,
-    "attention.key_bias": _PER_HEAD,
-    "attention.value_bias": _PER_HEAD,
-    "mlp.gate": _MATRIX,
-    "mlp.up": _MATRIX,
-    "mlp.down": _MATRIX,
 }
 # Leaves whose last axis is the channels that a rotation pairs: a layout permutes these, and no others.
 ROTATED = {f"attention.{side}{part}" for side in ("query", "key") for part in ("", "_bias", "_norm.scale")}
@@ -162,43 +150,10 @@ def leaf_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {path: tuple(leaf.shape[1:] if path.startswith(LAYERS) else leaf.shape) for path, leaf in whole.items()}
 
 
-def leaf_paths(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaves of a tree with the structure of parameters, by dotted path."""
-    return flatten_dict(tree, sep=".")
-
-
-@dataclass(frozen=True)
-class Family:
-    """A family of external checkpoints.
-
-    Attributes:
-      model_type, architecture: names in `config.json`.
-      table: its tensors.
-      fixed: fields of `ModelConfig` with one value in all models of the family.
-      keys: of `config.json`, for the other fields: (key, transformers' default, which may be another key). None: the
-        key must be given.
-      theta, fraction, length: transformers' defaults of the rotation, and of the training length.
-      windows: layers may have a sliding window.
-      bare_layers: single layers may be without encoding.
-      stock: transformers reads it without remote code.
-    """
-
-    model_type: str
-    architecture: str
-    table: TensorTable
-    fixed: Mapping[str, Any]
-    keys: Mapping[str, tuple[str, Any]]
-    theta: float = 10000.0
-    fraction: float = 1.0
-    length: int = 2048
-    windows: bool = False
-    bare_layers: bool = False
-    stock: bool = True
-
-    @property
-    def neox(self) -> bool:
-        """Whether it has GPT-NeoX's names for the rotation, and heads that rotate in part."""
-        return self.model_type == "gpt_neox"
+def leaf_paths(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree by dotted path, such as `layers.mlp.up`."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 _LLAMA = TensorTable(
@@ -277,22 +232,40 @@ _TIED = {"tie_embeddings": ("tie_word_embeddings", True)}
 
 _SEQUENTIAL = {"feed_forward": "", "parallel_block": False, "gated_mlp": True, "scale_embeddings": False}
 _LLAMA_BLOCK = _SEQUENTIAL | {"norm": "rms", "activation": "silu"}
+_NEOX_BLOCK = {"feed_forward": "", "gated_mlp": False, "scale_embeddings": False, "norm": "layer"}
 _GEMMA_BLOCK = _SEQUENTIAL | {"norm": "rms_plus_one", "activation": "gelu_tanh", "scale_embeddings": True}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of external checkpoints, with transformers' defaults of the rotation and of the training length."""
+
+    model_type: str  # this and the next: names in `config.json`
+    architecture: str
+    fixed: Mapping[str, Any]  # fields of `ModelConfig` with one value in all models of the family
+    # Of `config.json`, for the other fields: (key, default or another key that has it). None: the key must be given.
+    keys: Mapping[str, tuple[str, Any]] = field(default_factory=lambda: _LLAMA_KEYS | _ATTENTION_BIAS | _MLP_BIAS)
+    table: TensorTable = _LLAMA
+    theta: float = 10000.0
+    fraction: float = 1.0
+    length: int = 2048
+    windows: bool = False  # layers may have a sliding window
+    bare_layers: bool = False  # single layers may be without encoding
+    stock: bool = True  # transformers reads it without remote code
+
+    @property
+    def neox(self) -> bool:
+        """Whether it has GPT-NeoX's names for the rotation, and heads that rotate in part."""
+        return self.model_type == "gpt_neox"
+
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
-        Family(
-            "llama",
-            "LlamaForCausalLM",
-            _LLAMA,
-            _LLAMA_BLOCK | {"qk_norm": "none"},
-            _LLAMA_KEYS | _ATTENTION_BIAS | _MLP_BIAS,
-        ),
+        Family("llama", "LlamaForCausalLM", _LLAMA_BLOCK | {"qk_norm": "none"}),
         Family(
             "qwen2",
             "Qwen2ForCausalLM",
-            _LLAMA,
             _LLAMA_BLOCK | {"qk_norm": "none", "attention_bias": True, "output_bias": False, "mlp_bias": False},
             _LLAMA_KEYS,
             windows=True,
@@ -301,7 +274,6 @@ FAMILIES: dict[str, Family] = {
         Family(
             "qwen3",
             "Qwen3ForCausalLM",
-            _LLAMA,
             _LLAMA_BLOCK | {"qk_norm": "head", "mlp_bias": False},
             _LLAMA_KEYS | _ATTENTION_BIAS | {"head_dim": ("head_dim", 128)},
             windows=True,
@@ -310,7 +282,6 @@ FAMILIES: dict[str, Family] = {
         Family(
             "smollm3",
             "SmolLM3ForCausalLM",
-            _LLAMA,
             _LLAMA_BLOCK | {"qk_norm": "none"},
             _LLAMA_KEYS | _ATTENTION_BIAS | _MLP_BIAS | _TIED,
             theta=2_000_000.0,
@@ -321,7 +292,6 @@ FAMILIES: dict[str, Family] = {
         Family(
             "gemma",
             "GemmaForCausalLM",
-            _LLAMA,
             _GEMMA_BLOCK | {"qk_norm": "none", "mlp_bias": False},
             _LLAMA_KEYS | _ATTENTION_BIAS | _TIED | {"head_dim": ("head_dim", 256)},
             length=8192,
@@ -329,15 +299,7 @@ FAMILIES: dict[str, Family] = {
         Family(
             "gpt_neox",
             "GPTNeoXForCausalLM",
-            _NEOX,
-            {
-                "feed_forward": "",
-                "norm": "layer",
-                "gated_mlp": False,
-                "scale_embeddings": False,
-                "qk_norm": "none",
-                "mlp_bias": True,
-            },
+            _NEOX_BLOCK | {"qk_norm": "none", "mlp_bias": True},
             _EVERY_KEY
             | {
                 "kv_heads": ("num_attention_heads", None),
@@ -346,15 +308,10 @@ FAMILIES: dict[str, Family] = {
                 "attention_bias": ("attention_bias", True),
                 "output_bias": ("attention_bias", True),
             },
+            _NEOX,
             fraction=0.25,
         ),
-        Family(  # qk_norm is read from `attention_type`
-            "llama_drope",
-            "DroPELlamaForCausalLM",
-            _LLAMA,
-            _LLAMA_BLOCK,
-            _LLAMA_KEYS | _ATTENTION_BIAS | _MLP_BIAS,
-            stock=False,
-        ),
+        # Its qk_norm is read from `attention_type`.
+        Family("llama_drope", "DroPELlamaForCausalLM", _LLAMA_BLOCK, stock=False),
     )
 }

@@ -38,13 +38,7 @@ _REFUSED = (
 
 
 class GgufSource(TensorSource):
-    """See `CheckpointSource`.
-
-    Raises:
-      CheckpointError: a file that is missing, truncated or not GGUF; tensors that are missing, left over or of another
-        shape.
-      UnsupportedError: another architecture than llama's, or `gguf` is not installed.
-    """
+    """A GGUF file of the llama family; `CheckpointError` if it is damaged, `UnsupportedError` for another family."""
 
     def __init__(self, path: Path):
         self.path = path

@@ -18,15 +18,9 @@ from pe_lab.positional import CANONICAL, Layer, Layout, NoPE, PartialRope, Rope,
 PE_LAB_KEY = "pe_lab"  # of config.json, with pe_lab's own descriptions of the layers; transformers ignores it
 
 _ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_python": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_accurate": "gelu_tanh",
-    "gelu_python_tanh": "gelu_tanh",
+    **dict.fromkeys(("silu", "swish"), "silu"),
+    **dict.fromkeys(("gelu", "gelu_python"), "gelu"),
+    **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate", "gelu_python_tanh"), "gelu_tanh"),
     "relu2": "relu2",
 }
 _EXTERNAL_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
@@ -180,10 +174,7 @@ def _read_layers(config: Mapping[str, Any], family: Family, model: ModelConfig, 
 def _as_described(
     described: Mapping[str, Any], layers: tuple[Layer, ...], model: ModelConfig, length: int
 ) -> tuple[tuple[Layer, ...], int]:
-    """The layers and the training length of pe_lab's own key, if it agrees with the other keys.
-
-    If it does not, the other keys were edited after the export, and they count.
-    """
+    """The layers and the training length of pe_lab's own key; of the others, if they were edited after the export."""
     try:
         kinds = [from_json(layer) for layer in described["kinds"]]
         named = tuple(kinds[n] for n in described["layers"])
@@ -224,8 +215,8 @@ def write_config(
 ) -> tuple[dict[str, Any], Layout]:
     """The `config.json` with which transformers 4 and 5 compute the same logits, and the layout of the heads.
 
-    All logit scales must be 1, already folded into the weights (`hf_export.exported_layers`). `max_length` is the
-    longest sequence to declare, in tokens; None: what the encoding is meant for.
+    All logit scales must be 1, already folded into the weights. `max_length` is the longest sequence to declare, in
+    tokens; None: what the encoding is meant for.
 
     Raises:
       UnsupportedError: the family cannot express the model; names the nearest model that it can.

@@ -29,13 +29,7 @@ DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # of an expor
 
 
 class HuggingFaceSource(TensorSource):
-    """See `CheckpointSource`. Opening checks that the files have exactly the tensors of the model, in their shapes.
-
-    Raises:
-      CheckpointError: a file that is missing, truncated or not safetensors; tensors that are missing, left over or of
-        another shape.
-      UnsupportedError: an unknown architecture.
-    """
+    """A Hugging Face directory. `CheckpointError` if it has not exactly the tensors of the model, in their shapes."""
 
     def __init__(self, directory: Path, display_name: str | None = None):
         self.path, self.display_name = directory, display_name or f"hf:{directory}"
@@ -56,7 +50,8 @@ class HuggingFaceSource(TensorSource):
                 f"{directory} has weights of type {', '.join(sorted(unknown))}; known: {', '.join(READ_DTYPES)}."
             )
         self.dtype = np.dtype(READ_DTYPES[kinds.pop()]) if len(kinds) == 1 else np.dtype(np.float32)
-        self.tokenizer = f"hf:{directory}" if has_tokenizer(directory) else ""
+        has_tokenizer = any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
+        self.tokenizer = f"hf:{directory}" if has_tokenizer else ""
 
     def _check_leftover(self, names: list[str]) -> None:
         """`CheckpointError` unless the tensors that no leaf has are a copy of the embedding, as in many tied models."""
@@ -86,11 +81,6 @@ class HuggingFaceSource(TensorSource):
                 return opened.get_tensor(name) if rows == slice(None) else opened.get_slice(name)[rows]
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file}: tensor '{name}' cannot be read ({error}).") from error
-
-
-def has_tokenizer(directory: Path) -> bool:
-    """Whether a Hugging Face directory has a tokenizer."""
-    return any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
 
 
 def _tensors_of(directory: Path) -> dict[str, tuple[str, tuple[int, ...], str]]:
@@ -180,15 +170,13 @@ def plan_export(
     """Plans the export of a model without reading its weights.
 
     Args:
-      source: the model.
       family: one of `FAMILIES`; None is the first that can express the model.
       dtype: of the weights; None keeps the source's.
       length: tokens at which to fix encodings and scales that depend on the length.
       max_length: the longest sequence to declare, in tokens; None: what the encoding is meant for.
 
     Raises:
-      UnsupportedError: no family, or not this one, can express the model; names the checkpoint, and the nearest model
-        that it can.
+      UnsupportedError: no family, or not this one, can express the model; names the nearest model that it can.
       ConfigError: an unknown family or dtype, or a `max_length` that would change the model.
     """
     try:
@@ -265,10 +253,7 @@ def _shards(export: Export) -> list[list[Tensor]]:
 def _write_shard(
     path: Path, source: CheckpointSource, export: Export, tensors: list[Tensor], done: Callable[[int], None]
 ) -> None:
-    """Writes one safetensors file, tensor by tensor. The safetensors package needs all tensors in memory.
-
-    The format: the header's length in 8 bytes, the header as JSON, padded to 8 bytes, and the tensors in its order.
-    """
+    """Writes one safetensors file, tensor by tensor; the safetensors package needs all tensors in memory."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:
@@ -284,20 +269,16 @@ def _write_shard(
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for tensor in tensors:
-            array = tensor.join(_leaves(source, export, tensor), export.layout)
+            leaves = []
+            for path in tensor.paths:
+                leaf = source.read(path, tensor.layer)
+                if tensor.layer is not None and path.removeprefix(LAYERS) in export.folded:
+                    scale = export.scales[tensor.layer]
+                    leaf = leaf if scale == 1 else leaf.astype(np.float32) * np.float32(scale)
+                leaves.append(leaf)
+            array = tensor.join(leaves, export.layout)
             file.write(_cast(array, np.dtype(export.dtype), tensor.name).tobytes())
             done(export.bytes_of(tensor))
-
-
-def _leaves(source: CheckpointSource, export: Export, tensor: Tensor) -> list[np.ndarray]:
-    leaves = []
-    for path in tensor.paths:
-        leaf = source.read(path, tensor.layer)
-        if tensor.layer is not None and path.removeprefix(LAYERS) in export.folded:
-            scale = export.scales[tensor.layer]
-            leaf = leaf if scale == 1 else leaf.astype(np.float32) * np.float32(scale)
-        leaves.append(leaf)
-    return leaves
 
 
 def _cast(array: np.ndarray, kind: np.dtype, name: str) -> np.ndarray:
@@ -311,11 +292,7 @@ def _cast(array: np.ndarray, kind: np.dtype, name: str) -> np.ndarray:
 
 
 def choose_family(model: ModelConfig, layers: Sequence[Layer]) -> Family:
-    """The first stock family that can express a model.
-
-    Raises:
-      UnsupportedError: none can; with the reason of each.
-    """
+    """The first stock family that can express a model. Raises `UnsupportedError`: none can; with the reason of each."""
     reasons = {}
     for family in FAMILIES.values():
         if family.stock:

@@ -11,7 +11,7 @@ from typing import Any
 from pe_lab import storage
 from pe_lab.errors import CheckpointError, DataError, excerpt
 from pe_lab.storage import AnyPath, absolute, children, exists, is_file, json_object, kvstore, read_bytes
-from pe_lab.storage.manifest import MANIFEST, Damage, Manifest
+from pe_lab.storage.manifest import MANIFEST, SMALL_BYTES, Damage, Manifest
 from pe_lab.terminal import console
 
 DIRECTORY = "checkpoints"  # of a phase; has one directory per step
@@ -26,25 +26,15 @@ def first_line(error: BaseException) -> str:
     return excerpt((str(error).strip().splitlines() or [type(error).__name__])[0])
 
 
-def new_id() -> str:
-    """A unique name for a checkpoint."""
-    return uuid.uuid4().hex[:12]
-
-
-def lineage_entry(what: str, checkpoint_id: str, path: str, step: int) -> dict[str, Any]:
-    """One entry of a checkpoint's lineage."""
-    return {"id": checkpoint_id, "what": what, "path": path, "step": step}
-
-
-def metadata_file(path: AnyPath) -> AnyPath:
-    """The JSON file of a checkpoint's metadata, which Orbax writes."""
-    return path / "metadata" / "metadata"
+def lineage_entry(what: str, path: str, step: int) -> dict[str, Any]:
+    """The entry of a new checkpoint in its lineage, with a unique id."""
+    return {"id": uuid.uuid4().hex[:12], "what": what, "path": path, "step": step}
 
 
 def stored_metadata(path: AnyPath) -> dict[str, Any]:
     """The metadata of the checkpoint at `path`, of a known format; `CheckpointError` if it cannot be read."""
     try:
-        metadata = json_object(read_bytes(metadata_file(path)))
+        metadata = json_object(read_bytes(path / "metadata" / "metadata"))  # the file that Orbax writes
     except OSError as error:
         raise CheckpointError(
             f"The checkpoint '{path}' cannot be read ({error.strerror or first_line(error)})."
@@ -132,7 +122,7 @@ def quick_damage(path: AnyPath) -> list[Damage]:
         manifest = read_manifest(path)
     except CheckpointError as error:
         return [Damage(MANIFEST, f"cannot be used: {error}")]
-    return manifest.quick_damage(path)
+    return manifest.damage(path, lambda name, digest: digest.size <= SMALL_BYTES)
 
 
 def database(directory: AnyPath) -> dict[str, Any]:
@@ -141,13 +131,7 @@ def database(directory: AnyPath) -> dict[str, Any]:
 
 
 def absent_arrays(path: AnyPath, manifest: Manifest) -> list[str]:
-    """The arrays that a checkpoint's manifest describes and whoever reads it would not find, such as `params.head`.
-
-    Digests tell that files are those that were written; this, that arrays are reached from them.
-
-    Raises:
-      CheckpointError: the databases that have the arrays cannot be opened.
-    """
+    """The arrays that a manifest describes and that are not reached from the files, such as `params.head`."""
     import tensorstore as ts
 
     absent = []
@@ -205,10 +189,7 @@ def resolve(path: str | AnyPath) -> tuple[AnyPath, int]:
 
 
 def find_checkpoints(run: str | AnyPath) -> list[AnyPath]:
-    """The last whole checkpoint of every phase of a run, in the order of its phases.
-
-    `run` may also be one phase, or a directory of surgery.
-    """
+    """The last whole checkpoint of every phase of a run (or of one phase, or of surgery), in the order of phases."""
     run = storage.path("the run", run)
     found = []
     for phase in (run, *sorted(children(run))):

@@ -24,20 +24,19 @@ from pe_lab.checkpoints.locating import (
     database,
     first_line,
     lineage_entry,
-    new_id,
     read_manifest,
     read_metadata,
     resolve,
     tokenizer_directory,
 )
 from pe_lab.checkpoints.orbax import checkpointer, quiet
-from pe_lab.checkpoints.source import CheckpointSource, blocks, check_finite, nested, shardings
+from pe_lab.checkpoints.source import CheckpointSource, blocks, check_finite, nested, parameter_shardings
 from pe_lab.checkpoints.store import Store, metadata_of, templates
 from pe_lab.config import ModelConfig, from_dict
 from pe_lab.errors import CheckpointError, ConfigError, EncodingError, excerpt
 from pe_lab.model import Model, Params
 from pe_lab.parallel import AxisRules
-from pe_lab.positional import Layer, Layout, check_sources, from_json, layer_hooks
+from pe_lab.positional import Layout, check_sources, from_json, layer_hooks
 from pe_lab.storage import AnyPath
 from pe_lab.storage.manifest import manifest_of
 
@@ -47,11 +46,7 @@ _FILE_BYTES = 2**28  # of an Orbax data file: its content stays in memory until 
 
 
 class NativeSource(CheckpointSource):
-    """See `CheckpointSource`: a native checkpoint at any path that `store.resolve` takes.
-
-    Raises:
-      CheckpointError: there is no checkpoint, or it is damaged.
-    """
+    """A native checkpoint at any path that `locating.resolve` takes; `CheckpointError` if it is damaged."""
 
     def __init__(self, path: str | AnyPath):
         directory, self.step = resolve(path)
@@ -62,13 +57,14 @@ class NativeSource(CheckpointSource):
             config = from_dict(ModelConfig, self.metadata["model"], "model")
             # The attention of the training machine may not exist on this one.
             config = dataclasses.replace(config, attention="auto")
-            self.layers = self._layers()
+            check_sources(self.metadata.get("encodings", {}), f"The checkpoint '{self.path}'")
+            self.layers = tuple(from_json(layer) for layer in self.metadata["layers"])
             self._model = Model(config, hooks=layer_hooks(self.layers, config.heads))
             self._layout = Layout(**self.metadata.get("layout", {}))
             self.dtype = np.dtype(self.metadata.get("weights_dtype", "float32"))
             if not isinstance(self._layout.rotated, int | None):
                 raise TypeError(f"layout.rotated is {excerpt(repr(self._layout.rotated), 60)}")
-        except EncodingError:
+        except EncodingError:  # its module is not imported, or has changed
             raise
         except (ConfigError, TypeError, ValueError) as error:
             raise CheckpointError(
@@ -86,17 +82,12 @@ class NativeSource(CheckpointSource):
         saved = tokenizer_directory(self.path)
         self.tokenizer = f"saved:{saved}" if saved else ""
 
-    def _layers(self) -> tuple[Layer, ...]:
-        """The encodings; `EncodingError` for those whose module is not imported, or has changed."""
-        check_sources(self.metadata.get("encodings", {}), f"The checkpoint '{self.path}'")
-        return tuple(from_json(layer) for layer in self.metadata["layers"])
-
     def _damaged(self, error: Exception) -> CheckpointError:
         return CheckpointError(f"The checkpoint '{self.path}' is damaged ({first_line(error)}). {SET_ASIDE}")
 
     def restore(self, mesh: Mesh | None = None, rules: AxisRules | None = None) -> Params:
         """All parameters, in float32, on the first device or sharded over a mesh."""
-        wanted = templates(self._model.shapes, shardings(self._model, mesh, rules))
+        wanted = templates(self._model.shapes, parameter_shardings(self._model, mesh, rules))
         store = Store(self.path.parent, read_only=True)
         try:
             params, _ = store.restore(self.step, wanted)
@@ -186,12 +177,8 @@ def write_checkpoint(
 ) -> Path:
     """Writes any source as a native checkpoint, the first of a phase, in the source's dtype; returns its path.
 
-    Memory holds one piece at a time: one layer of one leaf, or some rows of an embedding.
-
-    Args:
-      directory, final: where to write, and the later name of that directory, for the lineage.
-      metadata: more metadata to write.
-      done: called with the number of bytes after each piece.
+    Memory holds one piece at a time: one layer of one leaf, or some rows of an embedding; `done` is called with the
+    bytes of each. The directory will be named `final`, which the lineage has; `metadata` is added to the source's.
 
     Raises:
       CheckpointError: the source cannot be read completely.
@@ -199,7 +186,7 @@ def write_checkpoint(
     model = source.model
     shapes = leaf_paths(Model(model, hooks=layer_hooks(source.layers, model.heads)).shapes)
     params = {leaf: _Piecewise(source, leaf, tuple(s.shape)) for leaf, s in shapes.items()}
-    entry = lineage_entry(f"converted from {source.display_name}", new_id(), str(final / DIRECTORY / "0"), 0)
+    entry = lineage_entry(f"converted from {source.display_name}", str(final / DIRECTORY / "0"), 0)
     written = metadata_of(
         model,
         source.layers,

@@ -28,13 +28,7 @@ COMMITTED_BY_FILE = ocp.options.AtomicityOptions(ocp.options.AtomicityMode.COMMI
 
 
 def checkpointer(directory: AnyPath, kind: type[ocp.Checkpointer] = ocp.Checkpointer, **options: Any) -> Any:
-    """A checkpointer of several items, for checkpoints under a directory.
-
-    Args:
-      directory: on a disk, or on an object store.
-      kind: `ocp.Checkpointer` or `ocp.AsyncCheckpointer`.
-      options: of that class.
-    """
+    """A checkpointer of several items, for checkpoints under a directory; `options` are those of its class."""
     _ignore_late_failures()
     _take_directories_literally()
     if not is_remote(directory):
@@ -70,10 +64,9 @@ def quiet() -> Iterator[None]:
 
 @functools.cache
 def _take_directories_literally() -> None:
-    """Lets `epath.Path.glob` read wildcards in its pattern alone.
+    """Lets `epath.Path.glob` read wildcards in its pattern alone, and not in the directory too.
 
-    It reads them in the directory too. Orbax lists by it what the processes have written: under `lr[1e-3]` it found
-    nothing, merged nothing, and took that for a save.
+    Orbax lists by it what the processes have written: under `lr[1e-3]` it found nothing, and took that for a save.
     """
     from etils import epath
 
@@ -90,11 +83,13 @@ def _take_directories_literally() -> None:
 
 @functools.cache
 def _ignore_late_failures() -> None:
-    """Keeps from the terminal what follows a failed save, of which Orbax raises the first failure.
+    """Keeps from the terminal the failures after the first one of a save, which asyncio and tensorstore print."""
 
-    asyncio logs each of the others, and tensorstore's threads answer to an event loop that Orbax has closed.
-    """
-    logging.getLogger("asyncio").addFilter(lambda record: not _came_through_orbax(record))
+    def is_other(record: logging.LogRecord) -> bool:
+        frames = traceback.walk_tb(record.exc_info[2] if record.exc_info else None)
+        return not any(frame.f_globals.get("__name__", "").startswith("orbax.") for frame, _ in frames)
+
+    logging.getLogger("asyncio").addFilter(is_other)
     show = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
@@ -102,11 +97,6 @@ def _ignore_late_failures() -> None:
             show(unraisable)
 
     sys.unraisablehook = hook
-
-
-def _came_through_orbax(record: logging.LogRecord) -> bool:
-    trace = record.exc_info[2] if record.exc_info else None
-    return any(frame.f_globals.get("__name__", "").startswith("orbax.") for frame, _ in traceback.walk_tb(trace))
 
 
 @functools.cache

@@ -58,11 +58,7 @@ class Parity:
 
 
 def find_python(given: str | None, needs: Sequence[str]) -> str | None:
-    """The interpreter for transformers: the given one, or this one if it has the packages, else None.
-
-    Raises:
-      UnsupportedError: the given one cannot import the packages.
-    """
+    """The interpreter for transformers: the given one, which must have the packages, or this one if it has them."""
     if given is None:
         return sys.executable if all(importlib.util.find_spec(name) is not None for name in needs) else None
     try:
@@ -83,8 +79,7 @@ def fixed_batch(vocab_size: int) -> Int[np.ndarray, "B T"]:
 def compared_positions(training_length: int) -> Int[np.ndarray, "2 T"]:
     """The positions of the tokens in the two comparisons: consecutive ones, and some up to twice the training length.
 
-    The second are dense at first, then farther and farther apart, so that every order of distance is there; none is
-    beyond `LAST_POSITION`. A window is counted in tokens by transformers and by pe_lab, and sees as many of them.
+    The second are farther and farther apart, up to `LAST_POSITION`: every order of distance is there.
     """
     count = np.arange(LENGTH)
     stop = min(max(2 * training_length, 2 * LENGTH), LAST_POSITION + 2)
@@ -93,14 +88,10 @@ def compared_positions(training_length: int) -> Int[np.ndarray, "2 T"]:
 
 
 def compare(checkpoint: Checkpoint, external: Path, python: str, gguf_file: str | None = None) -> tuple[Parity, Parity]:
-    """Compares the float32 logits of the fixed batch: of a checkpoint by pe_lab, and of a directory by transformers.
+    """Compares the float32 logits of a checkpoint by pe_lab and of a directory by transformers.
 
-    Args:
-      python: an interpreter with transformers and torch.
-      gguf_file: the file in the directory, for a GGUF.
-
-    Returns:
-      At each of `compared_positions`.
+    The tokens are those of `fixed_batch`, at each of `compared_positions`. `python` is an interpreter with transformers
+    and torch, `gguf_file` the file in the directory, for a GGUF.
 
     Raises:
       CheckpointError: transformers cannot read it; with the last line of its error.

@@ -127,9 +127,8 @@ def write_rope(
     number, is written as LongRoPE with equal short and long tables, which divide each pair's frequency: p-RoPE, for
     example, and partial RoPE on an architecture that rotates whole heads.
 
-    Args:
-      length: the training length in tokens.
-      max_length: the longest sequence to declare, in tokens; None: the training length times the factor of the scaling.
+    `length` is the training length, `max_length` the longest sequence to declare, by default the first times the factor
+    of the scaling, in tokens.
 
     Raises:
       UnsupportedError: transformers cannot express the encoding; names the nearest that it can.
@@ -198,10 +197,7 @@ def longest(encoding: Rotary, length: int) -> int:
 
 
 def declared_length(config: Mapping[str, Any]) -> int:
-    """The longest sequence, in tokens, that an exported `config.json` declares.
-
-    vLLM and SGLang derive it by the same rule; what they serve without a flag may be shorter (`runtimes.CONTENTS`).
-    """
+    """The longest sequence, in tokens, that an exported `config.json` declares, as vLLM and SGLang derive it."""
     rope = config.get("rope_scaling") or {}
     factor = rope.get("factor", 1.0) if rope.get("rope_type") in ("linear", "dynamic") else 1.0
     return round(config["max_position_embeddings"] * (1.0 if factor == NO_ROTATION else factor))

@@ -28,17 +28,11 @@ _OF_TRANSFORMERS = ("gpt_neox", "smollm3")  # vLLM and SGLang run these by trans
 
 @dataclass(frozen=True)
 class Content:
-    """Something that an export contains.
+    """Something that an export contains, and how the results of runtimes differ; those not named compute the same."""
 
-    Attributes:
-      name: for messages and the table.
-      has: whether a `config.json` contains it.
-      not_right: by runtime, how its result differs and why. Runtimes that are not named compute the same.
-    """
-
-    name: str
-    has: Callable[[Config], bool]
-    not_right: Mapping[str, str] = field(default_factory=dict)
+    name: str  # for messages and the table
+    has: Callable[[Config], bool]  # whether a `config.json` contains it
+    not_right: Mapping[str, str] = field(default_factory=dict)  # by runtime, how and why
 
 
 def _rope(config: Config) -> Mapping[str, Any]:

@@ -26,35 +26,20 @@ ROW_BYTES = 2**28  # of an embedding, read at once
 
 
 class CheckpointSource(ABC):
-    """An open checkpoint of any format.
+    """An open checkpoint of any format."""
 
-    Attributes:
-      path: the file or directory.
-      display_name: for messages, such as `hf:SmolLM-360M`.
-      model: its shape.
-      layers: its encodings.
-      training_length: tokens of a training window, before any scaling.
-      dtype: of its weights.
-      tokenizer: an argument of `data.tokenizers.load_tokenizer`; "" if the checkpoint has no tokenizer.
-      metadata: of a native checkpoint; empty for an external one.
-    """
-
-    path: AnyPath
-    display_name: str
-    model: ModelConfig
-    layers: tuple[Layer, ...]
-    training_length: int
-    dtype: np.dtype
-    tokenizer: str = ""
-    metadata: Mapping[str, Any] = {}
+    path: AnyPath  # the file or directory
+    display_name: str  # for messages, such as `hf:SmolLM-360M`
+    model: ModelConfig  # its shape
+    layers: tuple[Layer, ...]  # its encodings
+    training_length: int  # tokens of a training window, before any scaling
+    dtype: np.dtype  # of its weights
+    tokenizer: str = ""  # an argument of `data.tokenizers.load_tokenizer`; "" if the checkpoint has no tokenizer
+    metadata: Mapping[str, Any] = {}  # of a native checkpoint; empty for an external one
 
     @abstractmethod
     def read(self, leaf: str, layer: int | None = None, rows: slice = slice(None)) -> Shaped[np.ndarray, "..."]:
-        """One leaf of one layer; `rows` of the first axis of a leaf that is not stacked over layers.
-
-        Raises:
-          CheckpointError: it cannot be read, or has values that are not finite.
-        """
+        """One leaf of one layer, or `rows` of one without layers; `CheckpointError` if it is damaged or not finite."""
 
     def read_block(self, leaf: str, block: slice) -> Shaped[np.ndarray, "..."]:
         """One of the `blocks` of a leaf."""
@@ -69,12 +54,9 @@ class TensorSource(CheckpointSource):
     _last: tuple[str, np.ndarray] | None = None  # name and content of a tensor that holds several leaves
 
     def match(self, table: TensorTable, stored: Mapping[str, tuple[int, ...]], name: str, config: str) -> list[str]:
-        """Finds the tensor of every leaf, and returns the names of the tensors that are left over.
+        """Finds the tensor of every leaf in a family's table, and returns the names of the tensors that are left over.
 
-        Args:
-          table: of the family.
-          stored: the shape of every tensor of the checkpoint.
-          name, config: of the family, and of what describes the model; for messages.
+        `stored` has the shape of every tensor; `name` and `config` are of the family, and of what describes the model.
 
         Raises:
           CheckpointError: a tensor is missing, or has another shape than the model's.
@@ -144,22 +126,24 @@ def blocks(leaf: str, shape: tuple[int, ...], itemsize: int) -> list[slice]:
     return [slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
 
 
-def shardings(model: Model, mesh: Mesh | None, rules: AxisRules | None) -> Params:
-    """The sharding of every parameter over a mesh; without a mesh, the first device."""
+def parameter_shardings(model: Model, mesh: Mesh | None, rules: AxisRules | None) -> Params:
+    """The sharding of each parameter, without a mesh the first device; a `UserError` names one that does not divide."""
     if mesh is None:
         device = SingleDeviceSharding(jax.local_devices()[0])
         return jax.tree.map(lambda leaf: device, model.shapes)
     chosen = rules or AxisRules()
-    return jax.tree.map(lambda leaf, axes: chosen.sharding(mesh, axes, leaf.shape), model.shapes, model.axes)
+
+    def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, axes: tuple[str, ...]) -> Sharding:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        return chosen.sharding(mesh, axes, leaf.shape, f"parameter {name}")
+
+    return jax.tree_util.tree_map_with_path(place, model.shapes, model.axes)
 
 
 def place(source: CheckpointSource, mesh: Mesh | None = None, rules: AxisRules | None = None) -> Params:
-    """The parameters as float32 arrays on the first device, or sharded over a mesh.
-
-    A process reads the parts of its own devices, one tensor at a time.
-    """
+    """The parameters as float32 arrays on the first device, or sharded over a mesh, read one tensor at a time."""
     model = Model(source.model)
-    where = leaf_paths(shardings(model, mesh, rules))
+    where = leaf_paths(parameter_shardings(model, mesh, rules))
     shapes = leaf_paths(model.shapes)
     return nested({path: _assemble(source, path, leaf.shape, where[path]) for path, leaf in shapes.items()})
 

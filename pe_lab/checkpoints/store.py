@@ -9,10 +9,10 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -27,14 +27,13 @@ from pe_lab.checkpoints.locating import (
     first_line,
     is_checkpoint,
     is_step,
-    new_id,
     quick_damage,
     read_manifest,
     steps_in,
     stored_metadata,
 )
 from pe_lab.checkpoints.orbax import checkpointer, quiet
-from pe_lab.config import ModelConfig, to_json
+from pe_lab.config import CheckpointConfig, ModelConfig, to_json
 from pe_lab.errors import CheckpointError, SaveFailed, UserError
 from pe_lab.model import Params
 from pe_lab.parallel import all_values, give_value, return_freed_memory
@@ -51,40 +50,23 @@ BARRIERS = 4  # Orbax has two in the background of a save
 _SAVING, _DELETING = ".saving", ".deleting"  # suffixes of directories under way
 
 
-@dataclass(frozen=True)
-class Retention:
-    """Which checkpoints of a phase are kept; all others are deleted once a newer one is committed.
-
-    Attributes:
-      latest: how many of the newest.
-      every: all steps that it divides; 0: none.
-      milestones: these steps.
-      best: the step with the lowest value of this metric, such as `validation_loss`; "": none.
-    """
-
-    latest: int = 2
-    every: int = 0
-    milestones: tuple[int, ...] = ()
-    best: str = ""
-
-    def kept(self, steps: Sequence[int], metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
-        """The steps to keep, of ascending `steps`; `metrics` of those that have some."""
-        kept = {*steps[-self.latest :], *(step for step in steps if step in self.milestones)}
-        if self.every:
-            kept |= {step for step in steps if step and step % self.every == 0}
-        measured = [step for step in steps if self.best in metrics.get(step, {})]
-        if measured:
-            kept.add(min(measured, key=lambda step: metrics[step][self.best]))  # the first one of equals
-        return kept
+def kept_steps(
+    retention: CheckpointConfig, steps: Sequence[int], metrics: Mapping[int, Mapping[str, float]]
+) -> set[int]:
+    """The steps that a phase keeps, of ascending `steps`; `metrics` of those that have some."""
+    kept = {*steps[-retention.keep :], *(step for step in steps if step in retention.milestones)}
+    if retention.keep_every:
+        kept |= {step for step in steps if step and step % retention.keep_every == 0}
+    measured = [step for step in steps if retention.best in metrics.get(step, {})]
+    if measured:
+        kept.add(min(measured, key=lambda step: metrics[step][retention.best]))  # the first one of equals
+    return kept
 
 
 def metadata_of(
     model: ModelConfig, layers: tuple[Layer, ...], layout: Layout = CANONICAL, **more: Any
 ) -> dict[str, Any]:
-    """The metadata of a checkpoint: its model, its encodings, the layout of its heads, and `more`.
-
-    pe_lab writes the canonical layout; weights of another layout are permuted when a checkpoint is opened.
-    """
+    """The metadata of a checkpoint: its model, its encodings, the layout of its heads, and `more`."""
     return {
         "format": FORMAT,
         "model": to_json(model),
@@ -103,9 +85,9 @@ class Store:
     checkpoints that the retention does not keep, after a save and by `delete_old`.
     """
 
-    def __init__(self, directory: str | AnyPath, retention: Retention | None = None, read_only: bool = False):
+    def __init__(self, directory: str | AnyPath, retention: CheckpointConfig | None = None, read_only: bool = False):
         self.directory = absolute(storage.path("the checkpoints", directory))
-        self._retention = retention or Retention()
+        self._retention = retention or CheckpointConfig()
         self._checkpointer: Any = None
         self._commit: threading.Thread | None = None
         self._failure: str | None = None
@@ -157,17 +139,14 @@ class Store:
         metrics: Mapping[str, float] | None = None,
         before: Callable[[], None] = lambda: None,
     ) -> None:
-        """Starts to save, after the previous save has finished, and returns once the arrays are copied.
+        """Starts to save a step that does not exist, and returns once the arrays are copied.
 
         A process that is killed before the checkpoint is committed leaves nothing that is listed.
 
         Args:
-          step: its number; it may not exist.
           params, optimizer: trees of arrays; `optimizer` may be None.
-          metadata: JSON.
-          metrics: of this step, for `Retention.best`.
-          before: writes what must be on disk before the checkpoint; if it raises a `UserError` in one process, none
-            saves.
+          metrics: of this step, for `CheckpointConfig.best`.
+          before: writes what must be on disk before; if it raises a `UserError` in one process, none saves.
 
         Raises:
           SaveFailed: the previous save failed, and this one was not started; or this one failed at once.
@@ -215,10 +194,7 @@ class Store:
         return self._path(step, "" if is_remote(self.directory) else _SAVING)
 
     def _barrier(self, *, key: str, timeout_ms: int) -> None:
-        """A barrier of Orbax in the background of a save: waits for the others, and raises if one has failed.
-
-        With Orbax's own barrier, the others of a process that fails wait for 20 minutes.
-        """
+        """A barrier of Orbax in a save, which raises where one process has failed; Orbax's own waits for 20 minutes."""
         name, self._barriers = f"{self._exchange}/barrier/{self._barriers}", self._barriers + 1
         for failure in filter(None, all_values(name, b"")):
             raise OSError(failure.decode())
@@ -230,7 +206,7 @@ class Store:
             mine: dict[str, Any] = {}
             try:
                 self._checkpointer.wait_until_finished()
-                mine["files"] = digest_files(saving, lambda name: _process_of(name) == jax.process_index())
+                mine["files"] = digest_files(saving, _is_own)
             except Exception as error:
                 mine["error"] = first_line(error)
                 for number in range(self._barriers, BARRIERS):  # at which the others wait for this process
@@ -279,15 +255,17 @@ class Store:
     def delete_old(self) -> None:
         """Deletes what the retention does not keep, as long as a checkpoint stays whose files have their sizes.
 
-        Their content is not read: it is for right after a save, and for whoever has restored the newest and compared
-        it. What fails is left, and tried again after the next save.
+        Their content is not read: call it after a save, or once the newest was restored and compared. What fails is
+        tried again after the next save.
         """
         if jax.process_index() != 0:
             return
         with contextlib.suppress(OSError, UserError):
-            steps = self.steps()
-            metrics = {step: _metrics(self._path(step)) for step in steps} if self._retention.best else {}
-            kept = self._retention.kept(steps, metrics)
+            steps, metrics = self.steps(), {}
+            for step in steps if self._retention.best else ():
+                with contextlib.suppress(CheckpointError):
+                    metrics[step] = read_manifest(self._path(step)).about.get("metrics", {})
+            kept = kept_steps(self._retention, steps, metrics)
             if all(quick_damage(self._path(step)) for step in kept):
                 return
             for step in steps:
@@ -325,11 +303,9 @@ class Store:
         """The parameters, and the optimizer's state if a template of it is given.
 
         Args:
-          step: one of `steps()`.
           params, optimizer: trees of `jax.ShapeDtypeStruct` with shardings.
-          verify: whether the checkpoint is compared with its manifest: the checksums of the restored arrays, and the
-            sizes of all files and the digests of the small ones; of arrays without checksums the digests of their
-            files, `VERIFIED_BYTES` at most.
+          verify: whether the manifest is compared: the sizes of all files, the digests of the small ones, the checksums
+            of the restored arrays; of those without, the digests of their files, `VERIFIED_BYTES` at most.
 
         Raises:
           CheckpointError: the checkpoint is not what was saved.
@@ -381,8 +357,7 @@ class Store:
     ) -> None:
         """Moves checkpoints later than `step` that `which` chooses to a directory of the phase.
 
-        They are not deleted: the cause that one could not be read may be exhausted memory or a lost mount, and the
-        checkpoint intact.
+        They are not deleted: exhausted memory or a lost mount may be why an intact one could not be read.
         """
         if jax.process_index() == 0:
             for path in children(self.directory):
@@ -393,23 +368,16 @@ class Store:
     def _set_aside(self, path: AnyPath, directory: str = UNREADABLE) -> None:
         """Moves a checkpoint to a directory of the phase, if there is one."""
         if exists(path):
-            move_tree(path, self.directory.parent / directory / f"{path.name}-{new_id()}", first=MANIFEST)
+            move_tree(path, self.directory.parent / directory / f"{path.name}-{secrets.token_hex(6)}", first=MANIFEST)
 
 
 _exchanges = itertools.count()  # alike on all processes, which save and restore in the same order
 
 
-def _process_of(name: str) -> int:
-    """The process that wrote a file of a checkpoint: one of its OCDBT directory; process 0 all others."""
+def _is_own(name: str) -> bool:
+    """Whether this process wrote a file of a checkpoint: that of its OCDBT directory; process 0 all others."""
     _, marked, rest = name.partition("ocdbt.process_")
-    return int(rest.partition("/")[0]) if marked else 0
-
-
-def _metrics(path: AnyPath) -> Mapping[str, float]:
-    """The metrics of a checkpoint; none if its manifest cannot be read."""
-    with contextlib.suppress(CheckpointError):
-        return read_manifest(path).about.get("metrics", {})
-    return {}
+    return (int(rest.partition("/")[0]) if marked else 0) == jax.process_index()
 
 
 def templates(shapes: Any, shardings: Any) -> Any:

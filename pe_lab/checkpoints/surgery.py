@@ -20,7 +20,7 @@ from pe_lab.attention.hooks import encode, hook_inputs
 from pe_lab.attention.key_block import AttentionInputs
 from pe_lab.attention.reference import visible
 from pe_lab.checkpoints.checkpoint import Checkpoint
-from pe_lab.checkpoints.locating import DIRECTORY, lineage_entry, new_id
+from pe_lab.checkpoints.locating import DIRECTORY, lineage_entry
 from pe_lab.checkpoints.store import Store, metadata_of
 from pe_lab.config import ModelConfig
 from pe_lab.errors import ConfigError
@@ -38,10 +38,7 @@ FREE_FIELDS = ("init_std", "dtype", "remat", "scan", "attention", "attention_chu
 
 
 def check_same_shape(parent: ModelConfig, child: ModelConfig, where: str, change_qk_norm: bool = False) -> None:
-    """`ConfigError` naming every field in which a model cannot take over another's weights.
-
-    With `change_qk_norm` the QK-norm may differ: surgery changes it.
-    """
+    """`ConfigError` with each field that must be equal to take over weights; surgery may change the QK-norm."""
     free = (*FREE_FIELDS, *(["qk_norm"] if change_qk_norm else []))
     names = [field.name for field in dataclasses.fields(ModelConfig) if field.name not in free]
     differ = [name for name in names if getattr(parent, name) != getattr(child, name)]
@@ -90,11 +87,8 @@ def write_child(
 ) -> AnyPath:
     """Writes a child of `parent` with other encodings, and returns its path.
 
-    The path is `directory/checkpoints/0`, a phase's first checkpoint. The directory must be new or empty; it appears
-    whole, or not at all. Of two processes that write one directory the first to finish wins.
-
-    Args:
-      save_tokenizer: writes the tokenizer to a directory.
+    The path is `directory/checkpoints/0`, a phase's first checkpoint. The directory appears whole, or not at all. Of
+    two processes that write one the first to finish wins. `save_tokenizer` writes the tokenizer to a directory.
 
     Raises:
       ConfigError: the directory exists and is not empty, or it cannot be written.
@@ -106,7 +100,7 @@ def write_child(
         if k in parent.metadata
     }
     where = directory / DIRECTORY / "0"
-    entry = lineage_entry(what, new_id(), str(where), 0)
+    entry = lineage_entry(what, str(where), 0)
     metadata |= {
         "id": entry["id"],
         "phase": directory.name,
@@ -171,12 +165,10 @@ def change_qk_norm(
     multiply the projections. With "ones" all scales of the new norm are 1, as in DroPE's code.
 
     Args:
-      config, params: of the model before; not changed.
       kind: the new `qk_norm`.
       schedule: the encodings of the child.
       batch: held-out tokens for the fit and for the losses.
       shardings: for a mesh: of the new model's parameters, and of replicated arrays.
-      init: initial scales of the new norm.
 
     Raises:
       ConfigError: the model has this QK-norm already, or `init` is "ones" without a norm.
@@ -255,18 +247,9 @@ def _scaled(after: Model, params: Params, constants: Float[Array, "N H"]) -> Par
 
 
 def _logit_sums(
-    before: Model,
-    params: Params,
-    after: Model,
-    changed: Params,
-    schedule: Schedule,
-    batch: Batch,
-    replicated: Any,
+    before: Model, params: Params, after: Model, changed: Params, schedule: Schedule, batch: Batch, replicated: Any
 ) -> list[np.ndarray]:
-    """Per layer, [H, 3]: sums over visible logits of old * old, old * new and new * new.
-
-    A Python loop over layers keeps only these sums and one layer's output.
-    """
+    """Per layer, [H, 3]: sums over visible logits of old * old, old * new and new * new."""
     positions = batch.get("positions")
     if positions is None:
         positions = jnp.arange(batch["tokens"].shape[1], dtype=jnp.int32)[None]

@@ -1,7 +1,20 @@
 """The device mesh, logical axes, and the start of several processes."""
 
 from pe_lab.parallel.host_memory import check_memory, host_memory, keep_freed_memory, return_freed_memory
-from pe_lab.parallel.processes import has_accelerator, hide_absent_tpu, start_processes
+from pe_lab.parallel.processes import (
+    all_values,
+    compute_devices,
+    computes_together,
+    first_then_others,
+    give_value,
+    has_accelerator,
+    hide_absent_tpu,
+    is_first,
+    on_first,
+    one_program,
+    shared,
+    start_processes,
+)
 from pe_lab.parallel.sharding import (
     AxisRules,
     balanced_order,
@@ -11,23 +24,10 @@ from pe_lab.parallel.sharding import (
     current_mesh,
     fetch,
     make_mesh,
-    mesh_shape,
     padded_length,
     platform,
     put,
     sharding_axes,
     slots_are_sharded,
     use_mesh,
-)
-from pe_lab.parallel.work_sharing import (
-    all_values,
-    compute_devices,
-    computes_together,
-    deal,
-    first_then_others,
-    give_value,
-    is_first,
-    on_first,
-    one_program,
-    shared,
 )

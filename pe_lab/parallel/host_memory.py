@@ -15,8 +15,6 @@ from pe_lab.parallel.topology import GIB, chip_of
 
 # malloc.h of the GNU C library
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
-
-
 # The limit of a container, in version 2 and in version 1 of control groups.
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -37,16 +35,9 @@ _ADVICE = "Make the model or the batch smaller, or shard it over more devices (c
 
 
 def check_memory(needed: int, what: str, devices: Sequence[Any] = (), advice: str = _ADVICE) -> None:
-    """Refuses what does not even fit the memory of the host and of these devices of this process together.
+    """`UnsupportedError` for what needs more bytes than the host and these local devices have together.
 
-    Args:
-      needed: bytes, at least.
-      what: what needs them, for the message.
-      devices: local devices, whose memory counts too.
-      advice: what to do, for the message.
-
-    Raises:
-      UnsupportedError: there is less memory; with both figures.
+    `what` needs them, and `advice` is what to do, for the message.
     """
     host = host_memory()
     there = host + sum(chip_of(device).memory for device in devices if device.platform != "cpu")
@@ -58,14 +49,11 @@ def check_memory(needed: int, what: str, devices: Sequence[Any] = (), advice: st
 
 
 def keep_freed_memory() -> bool:
-    """Sets the C library to keep freed memory for its next allocation. Call it before JAX starts.
+    """Sets the C library to keep freed memory, before JAX starts; whether it can, which only GNU's does.
 
     XLA on a CPU allocates the scratch memory of a step anew at every step. By default the C library returns blocks of
     that size to the kernel, which then clears and maps every page again: a third of the processor time of a small
     model's step. With these settings the pages stay mapped, and the process never shrinks.
-
-    Returns:
-      Whether the C library accepted the settings; only GNU's has them.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -81,8 +69,7 @@ def keep_freed_memory() -> bool:
 def return_freed_memory() -> None:
     """Returns freed memory to the kernel, where the C library can: takes about 0.1 s for each GB.
 
-    Saving a checkpoint allocates blocks of many sizes in many threads. Between those that stay in use, most of the
-    freed ones are kept: after seven saves of 6 GB 16 GB of a process were free (docs/log.md).
+    Else it keeps most of what saves have freed: 16 GB after seven saves of 6 GB (docs/log.md).
     """
     if sys.platform.startswith("linux"):
         with contextlib.suppress(OSError, AttributeError):

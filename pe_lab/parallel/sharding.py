@@ -26,8 +26,7 @@ AnyMesh = Mesh | AbstractMesh  # a partition depends on the axis sizes alone
 def mesh_shape(config: MeshConfig, num_devices: int, slices: int = 1) -> tuple[int, int, int, int]:
     """The sizes of the mesh axes, with the one -1 of a mesh config resolved, for devices in `slices` TPU slices.
 
-    Raises:
-      ConfigError: the product of the axes is not the number of devices, or an axis other than data would cross slices.
+    `ConfigError` if their product is not the number of devices, or an axis other than data would cross slices.
     """
     if config.slices not in (0, slices):
         raise ConfigError(f"config.mesh.slices is {config.slices}; the devices are in {slices}. Set it to that, or 0.")
@@ -59,12 +58,9 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     On a TPU slice the devices are ordered so that neighbours on a mesh axis are neighbours in the slice. A mesh axis
     may take a part of a physical axis (8 of the 16 of v6e:16x16), which `jax.make_mesh` allows on v5e alone. Of several
     slices, each has a contiguous part of the data axis: what the other axes exchange stays within a slice.
-
-    Raises:
-      ConfigError: as `mesh_shape`.
     """
     devices = list(jax.devices() if devices is None else devices)
-    slices = len({_slice_of(device) for device in devices})
+    slices = len({getattr(device, "slice_index", None) or 0 for device in devices if device.platform == "tpu"}) or 1
     shape = mesh_shape(config, len(devices), slices)
     if slices > 1:
         each, across = (shape[0] // slices, *shape[1:]), (slices, 1, 1, 1)
@@ -74,13 +70,8 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     return Mesh(ordered, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def _slice_of(device: Any) -> int:
-    """The TPU slice of a device; 0 on other platforms and where there is one."""
-    return (getattr(device, "slice_index", None) or 0) if device.platform == "tpu" else 0
-
-
 def check_batch(batch_size: int, accumulate: int, mesh: Mesh, where: str) -> None:
-    """Raises `ConfigError` unless a micro-batch divides evenly over the data and fsdp axes of the mesh."""
+    """`ConfigError` unless a micro-batch divides evenly over the data and fsdp axes of the mesh."""
     parts = mesh.shape["data"] * mesh.shape["fsdp"]
     for name, value in (("batch_size", batch_size), ("accumulate", accumulate)):
         if value < 1:
@@ -96,12 +87,9 @@ def balanced_order(length: int, parts: int) -> Int[np.ndarray, " length"]:
     """The position in the sequence of the token in each slot, where `parts` devices hold equal slices of the slots.
 
     Under a causal mask a later token attends to more keys, so contiguous slices would leave the first device idle
-    most of the time. The sequence is split into 2 * parts chunks, and device i gets the chunks i and
-    2 * parts - 1 - i, an early and a late one (zig-zag, as in Llama 3's training, arXiv:2407.21783, section 3.3.2).
-    Tokens of a chunk stay in order.
-
-    Raises:
-      ConfigError: the length does not divide into 2 * parts chunks.
+    most of the time. The sequence is split into 2 * parts chunks (a `ConfigError` if its length does not divide), and
+    device i gets the chunks i and 2 * parts - 1 - i, an early and a late one (zig-zag, as in Llama 3's training,
+    arXiv:2407.21783, section 3.3.2). Tokens of a chunk stay in order.
     """
     if parts == 1:
         return np.arange(length)
@@ -266,8 +254,7 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 def put(tree: Any, sharding: Sharding) -> Any:
     """Arrays on the devices of a sharding. Of arrays on the host, every process has the same one.
 
-    `jax.device_put` alone takes no array of one process's device for devices of several, and compares arrays of the
-    host between the processes, whose every byte then travels.
+    `jax.device_put` takes no array of one process for devices of several, and sends arrays of the host between them.
     """
     if sharding.is_fully_addressable:
         return jax.device_put(tree, sharding)

@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 import time
+import traceback
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -42,23 +43,17 @@ class StopRequests:
     The first one again, within `SAME_SECONDS`, is no second one.
 
     Python runs a signal's handler between two steps of the main thread, which may be inside a compiler for minutes.
-    So a thread reads the signals too.
-
-    Attributes:
-      received: the first signal; None: there was none.
-      can_save: whether the main thread looks at `received` by itself, and saves before it stops. If not, the signal
-        raises `Stopped` in the main thread, or ends the process with status 75 after `PATIENCE` seconds.
-      agreed: whether several processes have agreed to stop.
-      raised: whether `Stopped` was raised, at any point of the main thread.
-      whole_process: whether a request is one to end the process.
+    So a thread reads the signals too. Where the main thread does not look at `received` by itself (`can_save`), the
+    signal raises `Stopped` in it, or ends the process with status 75 after `PATIENCE` seconds.
     """
 
-    whole_process = True
+    whole_process = True  # whether a request is one to end the process
 
     def __init__(self) -> None:
-        self.received: int | None = None
-        self.can_save = self.agreed = False
-        self.raised = False
+        self.received: int | None = None  # the first signal
+        self.can_save = False  # whether the main thread saves before it stops
+        self.agreed = False  # whether several processes have agreed to stop
+        self.raised = False  # whether `Stopped` was raised
         self._first: tuple[int, float] | None = None  # the first signal, and when the thread read it
         self.noticed = False  # the cloud takes the machine away, and will send SIGTERM itself
         self._again, self._own = False, 0  # whether to send the signal again, and how many were sent so
@@ -69,7 +64,7 @@ class StopRequests:
 
         Through it all processes agree on a step. Call it in the main thread once the processes are connected.
         """
-        if not (_several_processes() and self is _active):
+        if not (self.whole_process and jax.distributed.is_initialized() and self is _active):
             return
         libc = ctypes.CDLL(None)
         libc.signal.restype, libc.signal.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
@@ -109,11 +104,13 @@ class StopRequests:
 
     def _handle(self, number: int, frame: Any) -> None:
         """In the main thread."""
-        if _several_processes():  # the thread has told `jax.distributed`
+        if jax.distributed.is_initialized():  # the thread has told `jax.distributed`
             return
         self.received = self.received or number
         if not self.can_save and not self.raised:
-            if _swallows(frame):
+            # In a finalizer, or a hook of the garbage collector, Python prints and drops an exception.
+            names = {outer.f_code.co_name for outer, _ in traceback.walk_stack(frame)}
+            if names & {"__del__", "_xla_gc_callback"}:
                 self._again = True  # in a moment
                 return
             self.raised = True
@@ -138,7 +135,7 @@ class StopRequests:
                 tell_at_once(f"{name}: {'saving, then leaving' if saves else 'leaving'}; once more to leave at once")
                 if self._agree is not None:
                     self._agree(signal.SIGTERM)
-                elif not _several_processes():
+                elif not jax.distributed.is_initialized():
                     threading.Thread(target=self._end_if_stuck, args=(number,), daemon=True).start()
 
     def _end_if_stuck(self, number: int) -> None:
@@ -156,16 +153,12 @@ class StopRequests:
 
 
 class Interrupts(StopRequests):
-    """SIGINT of a process that goes on, such as a notebook. It is never ended, and SIGTERM is its own.
+    """SIGINT of a process that goes on, such as a notebook; SIGTERM is its own.
 
-    The first one asks for a save where there is something to save. Elsewhere, and the second time, it is an ordinary
-    `KeyboardInterrupt`.
+    The first one asks for a save where there is something to save; any other one is an ordinary `KeyboardInterrupt`.
     """
 
     whole_process = False
-
-    def take_sigterm(self) -> None:
-        """Nothing."""
 
     @contextlib.contextmanager
     def _installed(self) -> Iterator[None]:
@@ -202,35 +195,18 @@ def stop_requests(kind: type[StopRequests] = StopRequests) -> Iterator[StopReque
         _active = None
 
 
-def _swallows(frame: Any) -> bool:
-    """Whether Python prints and drops an exception raised here: in a finalizer, or a hook of the garbage collector."""
-    while frame is not None:
-        if frame.f_code.co_name in ("__del__", "_xla_gc_callback"):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _several_processes() -> bool:
-    return jax.distributed.is_initialized()
-
-
 def watch_maintenance() -> None:
     """Sends this process SIGTERM when the metadata server of its Google Cloud VM says that the VM will be stopped.
 
     Asks in threads of its own, and only where there is such a server. A migration that does not stop the VM is none.
     """
-    if not (os.environ.get("GCE_METADATA_IP") or _on_google_cloud()):
+    product = ""
+    with contextlib.suppress(OSError):
+        product = Path("/sys/class/dmi/id/product_name").read_text()
+    if not (os.environ.get("GCE_METADATA_IP") or product.startswith("Google")):
         return
     for key in NOTICES:
         threading.Thread(target=_watch, args=(key,), name=f"watch {key}", daemon=True).start()
-
-
-def _on_google_cloud() -> bool:
-    try:
-        return Path("/sys/class/dmi/id/product_name").read_text().startswith("Google")
-    except OSError:
-        return False
 
 
 def _watch(key: str) -> None:
@@ -261,15 +237,12 @@ def _watch(key: str) -> None:
 
 
 class _PeerWatch:
-    """Tells the others through the key-value store of `jax.distributed` that this process lives, and watches them.
-
-    A beat is `NUMBER HOST`, the last one `done`.
-    """
+    """Tells the others that this process lives, by beats `NUMBER HOST` and at last `done`, and watches them."""
 
     def __init__(self, client: Any, index: int, count: int):
         self._client, self._index = client, index
         self._seen = dict.fromkeys(range(count), ("", time.monotonic()))  # the last beat of each, and when it was new
-        self._lock, self._done = threading.Lock(), threading.Event()
+        self._lock, self.done = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="lost processes", daemon=True)
 
     def start(self) -> None:
@@ -287,7 +260,7 @@ class _PeerWatch:
         if self._index:
             set_handler, before = self._restore
             set_handler(signal.SIGABRT, before)
-        self._done.set()
+        self.done.set()
         self._thread.join()
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._beat("done")
@@ -297,7 +270,7 @@ class _PeerWatch:
 
     def _run(self) -> None:
         number, unreachable = 0, 0
-        while not self._done.is_set():
+        while not self.done.is_set():
             number += 1
             try:
                 self._beat(f"{number} {socket.gethostname()}")
@@ -307,7 +280,7 @@ class _PeerWatch:
                 unreachable += 1
                 if unreachable >= 2 and self._index:
                     self.end([0])  # which serves the store
-            self._done.wait(BEAT_SECONDS)
+            self.done.wait(BEAT_SECONDS)
 
     def _look(self, beats: dict[str, str]) -> None:
         now = time.monotonic()
@@ -336,17 +309,12 @@ class _PeerWatch:
             tell_at_once(text)
             os._exit(os.EX_TEMPFAIL)
 
-    def wait_for_lost(self) -> None:
-        """Waits until a lost process is known, and ends this one; returns if all live."""
-        self._done.wait(LOST_SECONDS + 3 * BEAT_SECONDS)
-
 
 @contextlib.contextmanager
 def lost_processes() -> Iterator[None]:
     """For the block, watches the other processes of `start_processes`: if one dies, this one ends with status 75.
 
-    The message says which process was lost, and its host. The error of an operation that a lost process took part in
-    is replaced by that message.
+    A message says which was lost, and its host, in place of the error of an operation that it took part in.
     """
     state = coordination()
     if state.client is None:
@@ -357,7 +325,7 @@ def lost_processes() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, OSError):
-        watch.wait_for_lost()
+        watch.done.wait(LOST_SECONDS + 3 * BEAT_SECONDS)  # until a lost process is known, which ends this one
         raise
     finally:
         watch.stop()

@@ -23,22 +23,14 @@ MOST_CHIPS = 2**17
 
 @dataclass(frozen=True)
 class Chip:
-    """One device as JAX counts them, from its data sheet; 0 = unknown.
-
-    Attributes:
-      memory: bytes.
-      peak: dense bf16 FLOP/s.
-      bandwidth: of its memory, bytes/s.
-      ici: what it sends to the chips of its slice, or to the GPUs of its node, over all links together, bytes/s.
-      dcn: its part of the network of its host, bytes/s.
-    """
+    """One device as JAX counts them, from its data sheet; 0 = unknown."""
 
     name: str
-    memory: int = 0
-    peak: float = 0.0
-    bandwidth: float = 0.0
-    ici: float = 0.0
-    dcn: float = 0.0
+    memory: int = 0  # bytes
+    peak: float = 0.0  # dense bf16 FLOP/s
+    bandwidth: float = 0.0  # of its memory, bytes/s
+    ici: float = 0.0  # to the chips of its slice, or the GPUs of its node, over all links together, bytes/s
+    dcn: float = 0.0  # its part of the network of its host, bytes/s
 
 
 # TPUs: docs.cloud.google.com/tpu/docs, where ICI is the sum of both directions. A device of v4 and v5p is a chip with
@@ -115,10 +107,7 @@ class Topology:
 def parse_topology(text: str, slices: int = 1) -> Topology:
     """The topology named by `v5e:16x16`, `h100:8`, `cpu:8` or `local`; of a TPU, several slices of this shape.
 
-    The memory of a GPU is what JAX may use of it.
-
-    Raises:
-      ConfigError: the chip is unknown, or its shape has another number of dimensions.
+    The memory of a GPU is what JAX may use of it. `ConfigError` for an unknown chip, or a shape that it does not have.
     """
     text = text.strip().lower()
     name, colon, shape = text.partition(":")
@@ -182,11 +171,7 @@ class _Placeholder:
 
 
 def placeholder_mesh(config: MeshConfig, count: int, slices: int = 1) -> Mesh:
-    """The mesh of a run over `count` devices that need not exist, for shardings and `jax.eval_shape`.
-
-    Raises:
-      ConfigError: the product of the axes is not `count`, or the data axis does not divide over the slices.
-    """
+    """The mesh of a run over `count` devices that need not exist, for shardings and `eval_shape`; see `mesh_shape`."""
     devices = np.empty(count, object)
     devices[:] = [_Placeholder(i) for i in range(count)]
     return Mesh(devices.reshape(mesh_shape(config, count, slices)), AXES)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from pe_lab.checkpoints.source import parameter_shardings
 from pe_lab.errors import excerpt
 from pe_lab.evaluation.scoring.forward import CHUNK_ELSEWHERE
 from pe_lab.model import Model
@@ -24,7 +25,6 @@ from pe_lab.model.cache import cache_bytes, cache_bytes_per_token
 from pe_lab.model.loss import LOGITS
 from pe_lab.parallel import AxisRules, padded_length, use_mesh
 from pe_lab.positional import LayerStructure, Schedule
-from pe_lab.training.step import parameter_shardings
 
 
 @dataclass(frozen=True)

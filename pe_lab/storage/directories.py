@@ -52,13 +52,11 @@ def new_directory(path: AnyPath, option: str = "", marker: str | None = None) ->
 
     On a disk it is renamed. To an object store its files are put when the block ends, the marker last; a lease,
     `.incomplete`, is put first and removed last. What killed processes have left of earlier attempts is removed.
-    Several processes may write the same `path`.
 
     Args:
-      path: the directory to be.
-      option: the flag that named it, for messages.
-      marker: a file that a finished directory has. If another process finishes first, its directory is kept and this
-        one is dropped. None: `path` must not exist, or be empty.
+      option: the flag that named `path`, for messages.
+      marker: a file that a finished directory has. Of several processes that write `path` the first to finish wins.
+        None: `path` must not exist, or be empty.
 
     Raises:
       ConfigError: `path` exists and is something else, another process is putting it and it has no marker, or it
@@ -72,19 +70,10 @@ def new_directory(path: AnyPath, option: str = "", marker: str | None = None) ->
 
 
 def check_place(option: str, path: AnyPath, new: bool = False, file: bool = False) -> None:
-    """Refuses a place where a directory or a file cannot be written, before what is to be written is computed.
+    """`ConfigError` if a directory or a `file` cannot be written, or a `new` directory exists and is not empty.
 
     On a disk, directories that are missing are made under another name in the one that is there, and removed. In a
     directory that is to be filled nothing is made: another process may check that it is empty.
-
-    Args:
-      option: the flag that named it, for messages.
-      path: of the directory or the file.
-      new: whether it may not exist, or must be empty.
-      file: whether it is a file, which may exist.
-
-    Raises:
-      ConfigError: it cannot be written, or exists.
     """
     what = f"{option} '{path}'"
     if is_remote(path):
@@ -116,16 +105,9 @@ def check_place(option: str, path: AnyPath, new: bool = False, file: bool = Fals
 
 
 def check_checkpoints(option: str, directory: AnyPath) -> None:
-    """Refuses a directory below which Orbax cannot write checkpoints, before there is one.
+    """`ConfigError` for a directory below which Orbax cannot write checkpoints, by its name or the length of its name.
 
     tensorstore takes a backslash for a slash, and refuses names that are not UTF-8 or end in its own suffixes.
-
-    Args:
-      option: what named it, for messages.
-      directory: which may not exist yet.
-
-    Raises:
-      ConfigError: the name is not taken as it is, or is so long that those of the files below it would be too long.
     """
     if is_remote(directory):
         return
@@ -142,11 +124,8 @@ def check_checkpoints(option: str, directory: AnyPath) -> None:
             f"{what}: tensorstore, which writes checkpoints, cannot take this name. Choose one of UTF-8 text, without "
             "a backslash."
         )
-    size, longest = (
-        len(os.fsencode(path)) + BELOW_BYTES,
-        max(len(os.fsencode(part)) for part in absolute(directory).parts),
-    )
-    if size > PATH_BYTES or longest > NAME_BYTES:
+    longest = max(len(os.fsencode(part)) for part in absolute(directory).parts)
+    if len(os.fsencode(path)) + BELOW_BYTES > PATH_BYTES or longest > NAME_BYTES:
         raise ConfigError(f"{what}: the names of the checkpoints' files would be too long. Choose a shorter one.")
 
 
@@ -214,7 +193,9 @@ def _new_local(path: Path, what: str, marker: str | None) -> Iterator[Path]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path.parent):
-            _remove_abandoned(path)
+            for left in unfinished(path):
+                with contextlib.suppress(OSError), _locked(left, wait=False):  # else its process lives
+                    shutil.rmtree(left, ignore_errors=True)
             temporary.mkdir()
             lock.enter_context(_locked(temporary))
         yield temporary
@@ -240,13 +221,6 @@ def _new_local(path: Path, what: str, marker: str | None) -> Iterator[Path]:
 def unfinished(path: AnyPath) -> list[AnyPath]:
     """The directories that processes are filling, or have left, to become `path`; none on an object store."""
     return [] if is_remote(path) else list(path.parent.glob(f".{glob.escape(path.name)}.partial-*"))
-
-
-def _remove_abandoned(path: Path) -> None:
-    """Removes the unfinished directories of `path` whose process has ended, which holds its lock no more."""
-    for left in unfinished(path):
-        with contextlib.suppress(OSError), _locked(left, wait=False):
-            shutil.rmtree(left, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -276,11 +250,8 @@ def copies_directory() -> Path:
 def local_copy(path: AnyPath, check: Callable[[Path], None] = lambda copied: None) -> Path:
     """A local file or directory with the content of a remote one; a local path itself.
 
-    It is fetched once for each content that the store has under the name, and is whole or not there.
-
-    Args:
-      path: a file or a directory.
-      check: is called with the copy before anyone else sees it, and raises if it is damaged.
+    It is fetched once for each content that the store has under the name, and is whole or not there. `check` is called
+    with the copy before anyone else sees it, and raises if it is damaged.
 
     Raises:
       DataError: there is no such file, it does not fit the disk, or what arrived is not what the store lists.
@@ -297,7 +268,14 @@ def local_copy(path: AnyPath, check: Callable[[Path], None] = lambda copied: Non
     copy = directory / path.name
     if (directory / WHOLE).is_file():
         return copy
-    _check_space(path, sum(e.size for e in files.values()))
+    where, size = copies_directory(), sum(e.size for e in files.values())
+    where.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(where).free
+    if size + RESERVED_BYTES > free:
+        raise DataError(
+            f"'{path}' takes {size / 1e9:.2f} GB, and {where}, to which it is copied, has {free / 1e9:.2f} GB free. "
+            "Free space there, or name another directory with PE_LAB_CACHE."
+        )
     with new_directory(directory, marker=WHOLE) as building:
         for name, expected in files.items():
             source, target = (path / name, building / path.name / name) if name else (path, building / path.name)
@@ -306,18 +284,6 @@ def local_copy(path: AnyPath, check: Callable[[Path], None] = lambda copied: Non
         check(building / path.name)
         (building / WHOLE).touch()
     return copy
-
-
-def _check_space(path: AnyPath, size: int) -> None:
-    """`DataError` if a copy does not fit the disk."""
-    where = copies_directory()
-    where.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(where).free
-    if size + RESERVED_BYTES > free:
-        raise DataError(
-            f"'{path}' takes {size / 1e9:.2f} GB, and {where}, to which it is copied, has {free / 1e9:.2f} GB free. "
-            "Free space there, or name another directory with PE_LAB_CACHE."
-        )
 
 
 def _fetch(source: AnyPath, target: Path, expected: Entry) -> None:

@@ -23,10 +23,10 @@ def write_file(path: AnyPath, content: bytes | str, advice: str = "", private: b
 
 
 def write_files(files: Mapping[AnyPath, bytes | str], advice: str = "", private: bool = False) -> list[AnyPath]:
-    """Writes all files or none, and returns their paths; text is encoded as UTF-8.
+    """Writes all files or none, and returns their paths; directories are made, and text is encoded as UTF-8.
 
-    Every file is written to a temporary name in its directory, which is made, and renamed when all are on disk. On an
-    object store each file is put whole, one after another. `private` files on a disk are for their owner alone.
+    Temporary files are renamed when all are on disk. On an object store each file is put whole, one after another.
+    `private` files on a disk are for their owner alone.
 
     Raises:
       DataError: a file cannot be written; the message ends with `advice`.
@@ -71,10 +71,7 @@ def _write_local(files: Mapping[Path, bytes], advice: str, private: bool) -> Non
 
 
 def create_file(path: AnyPath, content: bytes) -> bool:
-    """Writes a file that does not exist yet, whole where the file system has hard links; False if there is another one.
-
-    Of several processes that try at the same time one succeeds: their contents must differ.
-    """
+    """Writes a file, whole where there are hard links; False if there is one. Contents of several processes differ."""
     if not is_remote(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
@@ -103,10 +100,7 @@ def create_file(path: AnyPath, content: bytes) -> bool:
 
 
 def _create_in_place(path: Path, content: bytes) -> None:
-    """`create_file` where a whole file cannot be given a name that is free: for a moment the file is there without it.
-
-    A lease without content is one of a process that nothing is known of: its renewals decide.
-    """
+    """`create_file` where a whole file cannot be given a name that is free: for a moment it has no content."""
     number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with os.fdopen(number, "wb") as file:

@@ -38,12 +38,7 @@ class GgufTensor:
 
 
 def open_gguf(path: Path, error: type[UserError], wanted: Callable[[str], bool]) -> GgufFile:
-    """See `GgufFile`.
-
-    Raises:
-      UnsupportedError: gguf is not installed.
-      error: the file is missing, truncated, damaged, or not GGUF.
-    """
+    """See `GgufFile`. Raises `error` for a file that is missing, truncated, damaged or not GGUF."""
     if importlib.util.find_spec("gguf") is None:
         raise UnsupportedError(f"{path}: reading GGUF needs the gguf package: pip install gguf.")
     if not path.is_file():
@@ -65,14 +60,7 @@ class GgufFile:
     """The metadata and the tensors of a GGUF file of version 2 or 3, little-endian.
 
     Memory: at most 16 bytes for each byte of metadata, which are at most `MOST_METADATA`; tensors stay on disk.
-
-    Attributes:
-      fields: metadata by key: numbers, strings, and lists of them.
-      keys: of all metadata, also of those that were not wanted.
-      tensors: by name.
-
-    Raises:
-      ValueError: the file is damaged; says where. OSError: it cannot be read.
+    `ValueError` if the file is damaged; says where.
     """
 
     def __init__(self, path: Path, wanted: Callable[[str], bool]):
@@ -85,8 +73,8 @@ class GgufFile:
         tensors, fields = self._number("Q"), self._number("Q")
         self._fits(tensors, 24, "tensors")  # the least bytes that one takes
         self._fits(fields, 13, "metadata keys")
-        self.fields: dict[str, Any] = {}
-        self.keys: set[str] = set()
+        self.fields: dict[str, Any] = {}  # metadata by key: numbers, strings, and lists of them
+        self.keys: set[str] = set()  # of all metadata, also of those that were not wanted
         for _ in range(fields):
             key = self._string()
             if key in self.keys:

@@ -38,15 +38,11 @@ class InputFile(NamedTuple):
 
 
 def find_files(what: str, pattern: str) -> list[InputFile]:
-    """The files that match a glob, sorted; `~`, `**` and braces ({a,b}, {000..127}) allowed.
+    """The files that match a glob, a path or an address, sorted; `what` names it in messages.
 
-    On a disk a part of the pattern that is the name of a file or a directory means that one: `lr[1]/*.txt` are the
-    files in `lr[1]`, if there is such a directory. A web server lists no files, so its addresses have braces and no
-    other wildcard.
-
-    Args:
-      what: names the pattern in messages.
-      pattern: a path or an address.
+    `~`, `**` and braces ({a,b}, {000..127}) are allowed; web servers list no files, so their addresses have braces and
+    no other wildcard. On a disk a part that is the name of a file or a directory means that one: `lr[1]/*.txt` are the
+    files in `lr[1]`, if there is such a directory.
 
     Raises:
       ConfigError: the address has another scheme, or a wildcard where nothing can be listed.
@@ -105,11 +101,7 @@ def _stored_files(what: str, pattern: str) -> Iterator[InputFile]:
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """The names that braces stand for: `{a,b}` for both, `{008..010}` for 008, 009 and 010; in the order of writing.
-
-    Raises:
-      ConfigError: they stand for more than `MOST_NAMES` names.
-    """
+    """The names that braces stand for: `{a,b}`, `{008..010}`; `ConfigError` for more than `MOST_NAMES`."""
     parts: list[list[str] | range] = []
     count = 1
     for part in re.split(r"(\{[^{}]*\})", pattern):
@@ -158,11 +150,7 @@ class _Ranges(io.RawIOBase):
 
 
 def open_file(name: str, size: int, buffered: bool = True) -> io.IOBase:
-    """A file, opened to be read from any byte on.
-
-    Args:
-      name, size: those of an `InputFile`.
-      buffered: whether requests to a store read ahead; False for who asks for large parts himself.
+    """The file of an `InputFile`, opened to be read from any byte on; `buffered`: requests to a store read ahead.
 
     Raises:
       OSError: a local file cannot be opened.

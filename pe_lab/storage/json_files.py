@@ -13,8 +13,6 @@ from pe_lab.storage.logs import log_exists, read_log
 from pe_lab.storage.paths import AnyPath, is_remote, read_bytes
 
 Kind = TypeVar("Kind", dict, list)
-
-
 LARGEST = 2**26  # bytes of a whole file; as Python objects they take up to twenty times as much
 TOGETHER = 1000  # lines that are parsed at once
 DEEPEST = 64  # objects and lists inside one another; whoever walks a value may do so by recursion
@@ -22,10 +20,7 @@ _BETWEEN = secrets.randbits(62)  # stands between lines that are parsed at once;
 
 
 def json_object(text: str | bytes, kind: type[Kind] = dict) -> Kind | None:
-    """The JSON object (or list, with that `kind`) that a text holds; None if it holds anything else.
-
-    Objects and lists that are nested more than `DEEPEST` deep are anything else.
-    """
+    """The JSON object (or list, with that `kind`) in a text; None for all else, also what is deeper than `DEEPEST`."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
@@ -84,11 +79,9 @@ def read_records(
     """The JSON objects of a file of JSON lines, or of an `AppendedLog`; nothing if there is no file.
 
     Args:
-      path: the file.
-      what: what a line holds, for messages.
-      advice: what to do about a damaged file.
+      what, advice: what a line holds, and what to do about a damaged file, for messages.
       partial: whether a last line without its line end, which a killed process leaves, is skipped.
-      check: describes a defect of a record, for messages; "" if there is none.
+      check: describes a defect of a record; "" if there is none.
 
     Raises:
       DataError: the file cannot be read, or a line is no JSON object or fails `check`; names the line.

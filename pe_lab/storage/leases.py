@@ -42,15 +42,13 @@ def lease(
     where that can be told (see `owner_lives`); any other one, if it is not renewed for `EXPIRY_SECONDS`.
 
     Args:
-      path: the file, on a file system or an object store.
       show: prints a line, before this process waits to learn whether another one is alive.
       lost: called from a thread with a message, if another process has taken the lease or it cannot be renewed.
       kept_after_errors: whether the file stays if the block raises, as the lease of a dead process.
 
     Raises:
       LeaseTaken: another process has the lease.
-      DataError: the file cannot be written.
-      StoreError: the store refuses, or does not answer.
+      DataError, StoreError: the file cannot be written.
     """
     owner = _this_process() | {"key": secrets.token_hex(8)}
     content, inherited = _content(owner, 0), False
@@ -110,10 +108,10 @@ def lease_is_live(path: AnyPath, show: Callable[[str], None]) -> bool:
 
 
 def owner_lives(owner: Mapping[str, Any]) -> bool | None:
-    """Whether the process that a lease names is alive; None where this process cannot tell.
+    """Whether the process that a lease names is alive; None where this process cannot tell, and its renewals do.
 
-    A process number means something to processes of one kernel and one pid namespace alone, which a host name does not
-    name: containers may share it. Elsewhere, and without Linux's /proc, the renewals of a lease tell.
+    A process number means something to processes of one kernel and one pid namespace alone; containers may share a host
+    name.
     """
     if owner.get("key") in _active:
         return True
@@ -145,10 +143,7 @@ def _content(owner: Mapping[str, Any], number: int) -> bytes:
 
 
 def _this_process() -> dict[str, Any]:
-    """A name of this process that no other one has, also in another container or after a restart of the machine.
-
-    `boot`, `namespace` and `started` are "" where the system does not tell them.
-    """
+    """A name of this process alone, also among containers and after a restart; "" for what the system does not tell."""
     named = {"host": socket.gethostname(), "pid": os.getpid(), "boot": "", "namespace": "", "started": ""}
     with contextlib.suppress(OSError, ValueError, IndexError):
         # /proc may be that of another pid namespace, whose numbers are others.
@@ -166,11 +161,7 @@ def _status(pid: int) -> tuple[str, str]:
 
 
 def _dead_lease(path: AnyPath, show: Callable[[str], None]) -> bytes | None:
-    """The content of a lease whose process has ended; None if there is no lease any more.
-
-    Raises:
-      LeaseTaken: the process is alive.
-    """
+    """The content of a lease whose process has ended, None without a lease; `LeaseTaken` if the process is alive."""
     try:
         found = read_bytes(path)
     except FileNotFoundError:

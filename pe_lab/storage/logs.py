@@ -47,43 +47,34 @@ class AppendedLog:
     def __init__(
         self, path: AnyPath, kept: Iterable[Mapping[str, Any]] | None = None, advice: str = "", waits: bool = False
     ):
-        """Opens the log.
+        """Opens the log with the records `kept`, by default all whole ones that it has; `advice` is for messages.
 
-        Args:
-          path: the log.
-          kept: the records that it then has, in place of those it had; by default all that are whole.
-          advice: what to do if it cannot be written, for messages.
-          waits: a full disk is no error of `append`: the records wait for space. Then `flush` raises while there is
-            none, and `close` drops them.
+        With `waits` a full disk is no error of `append`: the records wait for space. Then `flush` raises while there is
+        none, and `close` drops them.
         """
-        self.path, self._advice, self._waits, self._file = path, advice, waits, None
+        self.path, self._advice, self._waits = path, advice, waits
+        self._file: BinaryIO | None = None
         self._pending: list[bytes] = []  # to a store: what `_sending` is not sending
         self._lock, self._sending, self._closed = threading.Lock(), threading.Lock(), threading.Event()
+        content = None if kept is None else b"".join(map(record_line, kept))
         if not is_remote(path):
-            self._file = self._opened(None if kept is None else b"".join(map(record_line, kept)))
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if content is not None:
+                    write_file(path, content, advice)
+                self._file = open(path, "a+b", buffering=0)  # noqa: SIM115
+                _cut_off_partial_line(self._file)
+            except OSError as error:
+                raise self._unwritten(error) from None
             return
-        if kept is None:
+        if content is None:
             content = b""
             with contextlib.suppress(FileNotFoundError):
                 content = read_log(path)
             content = content[: content.rfind(b"\n") + 1]
-        else:
-            content = b"".join(map(record_line, kept))
         self._writer = SegmentWriter(path, content)
         self._sender = threading.Thread(target=self._send_regularly, daemon=True)
         self._sender.start()
-
-    def _opened(self, content: bytes | None) -> BinaryIO:
-        """The local file, open at its end, without the part of a line that a killed process has left."""
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            if content is not None:
-                write_file(self.path, content, self._advice)
-            file = open(self.path, "a+b", buffering=0)  # noqa: SIM115
-            _cut_off_partial_line(file)
-            return file
-        except OSError as error:
-            raise self._unwritten(error) from None
 
     def _unwritten(self, error: OSError) -> DataError:
         return DataError(f"{self.path} cannot be written ({error.strerror or error}). {self._advice}".rstrip())
@@ -175,10 +166,7 @@ def _cut_off_partial_line(file: BinaryIO) -> None:
 
 
 def read_log(path: AnyPath) -> bytes:
-    """The content of a file of JSON lines, or of the segments of a remote log; `FileNotFoundError` if there is neither.
-
-    Segments that a lagging listing does not name yet are asked for by name.
-    """
+    """The content of a file of JSON lines, or of the segments of a remote log; `FileNotFoundError` without either."""
     if not is_remote(path):
         return path.read_bytes()
     try:
@@ -226,12 +214,7 @@ def _segment(path: AnyPath, session: str, number: int) -> AnyPath:
 
 
 class SegmentWriter:
-    """A session that writes a remote log.
-
-    Args:
-      path: the log.
-      kept: what it keeps of earlier sessions, in whole lines. Once that is stored, theirs is deleted.
-    """
+    """A session that writes a remote log. Once the whole lines that it `kept` are stored, earlier ones are deleted."""
 
     def __init__(self, path: AnyPath, kept: bytes):
         self._path = path

@@ -30,8 +30,7 @@ _THREADS = 4
 class Digest(NamedTuple):
     """The size of a file in bytes, the CRC-32C of its content as 8 hex digits, and another hash of it.
 
-    The hash is `xxh3:` with hex digits for a file that was read, `md5:` for one that a store listed, or empty if it is
-    not known.
+    That is `xxh3:` and hex digits of a file that was read, `md5:` of one that a store listed, "" if it is not known.
     """
 
     size: int
@@ -57,10 +56,7 @@ def crc32c(content: bytes) -> str:
 
 
 def digest_file(path: AnyPath, done: Callable[[int], None] = lambda size: None, kind: str = "xxh3") -> Digest:
-    """The digest of a file, with a hash of a kind: `xxh3` or `md5`.
-
-    `done` is called with the number of bytes of each block. Raises `OSError`.
-    """
+    """The digest of a file, with a hash `xxh3` or `md5`; `done` is called with the bytes of each block."""
     import google_crc32c
     import xxhash
 
@@ -102,10 +98,7 @@ def seal_broken(content: Mapping[str, Any]) -> bool:
 
 
 def salvage_sealed(path: AnyPath, show: Callable[[str], None]) -> dict[str, Any]:
-    """The JSON object that `sealed` made in a file that a run writes anew; {} if there is no file.
-
-    A damaged file is set aside, and `show` gets a line about it.
-    """
+    """The JSON object that `sealed` made in a file; {} without one. A damaged file is set aside, and told."""
     if not exists(path):
         return {}
     content = read_bytes(path)
@@ -157,12 +150,9 @@ class Manifest:
         chosen: Callable[[str, Digest], bool] = lambda name, digest: True,
         done: Callable[[int], None] = lambda size: None,
     ) -> list[Damage]:
-        """What differs from the manifest: files that are missing, of another size, or changed.
+        """What differs in a directory: files that are missing, of another size, or changed.
 
-        Args:
-          directory: where the files are.
-          chosen: which files are read; of the others only the size is compared.
-          done: called with the number of bytes of each block.
+        Of files that are not `chosen` only the size is compared; `done` is called with the bytes of each block.
 
         Raises:
           StoreError: the object store does not answer, which tells nothing of the files.
@@ -185,10 +175,6 @@ class Manifest:
         with ThreadPoolExecutor(_THREADS) as pool:
             found = zip(self.files, pool.map(check, self.files.items()), strict=True)
             return [Damage(name, what) for name, what in found if what]
-
-    def quick_damage(self, directory: AnyPath) -> list[Damage]:
-        """As `damage`, without reading large files: what can be found in milliseconds."""
-        return self.damage(directory, lambda name, digest: digest.size <= SMALL_BYTES)
 
 
 def _listed(entry: Entry) -> Digest:

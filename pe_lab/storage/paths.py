@@ -37,13 +37,10 @@ _answered: set[str] = set()  # the buckets that did
 
 
 def path(option: str, given: str | AnyPath, pattern: bool = False) -> AnyPath:
-    """The path that a command line, a recipe or a caller names, of this machine or of an object store.
+    """The path of a text, of this machine (`~`: the home directory) or of an object store; a path as it is.
 
-    Args:
-      option: what named it, for messages.
-      given: a path, which is returned, or its text, in which `~` is the home directory. The bucket of
-        gs://BUCKET/KEY or s3://BUCKET/KEY is asked for an answer once.
-      pattern: whether the text is a glob, so that an address may have wildcards.
+    The bucket of gs://BUCKET/KEY or s3://BUCKET/KEY is asked for an answer once. `option` names the path in messages;
+    the address of a `pattern`, a glob, may have wildcards.
 
     Raises:
       ConfigError: the text is empty, or the address has another scheme, no key, or a character of `NOT_IN_KEYS`.
@@ -51,8 +48,7 @@ def path(option: str, given: str | AnyPath, pattern: bool = False) -> AnyPath:
     """
     if isinstance(given, PurePath):
         return given
-    text = given
-    if not text:
+    if not (text := given):
         raise ConfigError(f"{option} is empty: give a path, or '.' for the working directory.")
     scheme, separator, rest = text.partition("://")
     if not separator:
@@ -216,12 +212,7 @@ def post(path: AnyPath, content: bytes, **conditions: str) -> None:
 
     gcsfs wraps small objects in MIME parts and ends each with a bare line feed. A server that takes the end of line
     before a boundary as MIME defines it (RFC 2046, 5.1.1), with its carriage return, drops that byte of a content that
-    ends in one.
-
-    Args:
-      path: the object.
-      content: its bytes.
-      conditions: query parameters, as `ifGenerationMatch`.
+    ends in one. `conditions` are query parameters, as `ifGenerationMatch`.
 
     Raises:
       FileNotFoundError: there is no such bucket.
@@ -262,11 +253,7 @@ def is_file(path: AnyPath) -> bool:
 
 
 def children(directory: AnyPath) -> list[AnyPath]:
-    """The files and directories in a directory; none if there is no such directory.
-
-    Raises:
-      StoreError: the store refuses, or does not answer; `is_dir` of a remote path would be False.
-    """
+    """The files and directories in a directory, if there is one; `StoreError` where a remote `is_dir` is just False."""
     with store_errors(directory), contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return list(directory.iterdir())
     return []
@@ -274,21 +261,17 @@ def children(directory: AnyPath) -> list[AnyPath]:
 
 @dataclass(frozen=True)
 class Entry:
-    """A file in a listing: its size, and the digests that a store knows without reading it, in hexadecimal.
-
-    `version` differs for each content that a store had under the name.
-    """
+    """A file in a listing: its size, and the digests that a store knows without reading it, in hexadecimal."""
 
     size: int
     crc32c: str | None = None
     md5: str | None = None
-    version: str = ""
+    version: str = ""  # another for each content that a store had under the name
 
 
 def listing(directory: AnyPath) -> dict[str, Entry]:
-    """The files below a directory at any depth, by their path relative to it, with `/`; empty if there is none.
+    """The files below a directory at any depth, by their path relative to it; without those deleted meanwhile.
 
-    Files that another process deletes meanwhile are left out.
     GCS lists CRC32C and MD5, S3 an MD5 for objects that were put whole and unencrypted, a local disk neither.
     """
     if not is_remote(directory):
@@ -326,13 +309,7 @@ def entry_of(info: dict[str, Any]) -> Entry:
 
 
 def remove_tree(directory: AnyPath, first: str = "") -> None:
-    """Removes a directory with all that is in it, if it exists.
-
-    Args:
-      directory: what is removed.
-      first: the file that says that the directory is whole. It goes first: a process that is killed here leaves no
-        directory that looks whole.
-    """
+    """Removes a directory, if it exists; the file `first`, which says that it is whole, before the others."""
     if not is_remote(directory):
         if first:
             (directory / first).unlink(missing_ok=True)
@@ -371,8 +348,7 @@ def kvstore(path: AnyPath) -> dict[str, Any]:
 def s3_driver(spec: dict[str, Any]) -> dict[str, Any]:
     """A key-value store of tensorstore's GCS driver as one of its S3 driver, with the settings of the environment.
 
-    That driver reads neither the endpoint nor the region from the environment itself, and its C library prints five
-    lines about a missing ~/.aws/config unless it is told where the credentials are.
+    That driver does not read them itself, and prints about a missing ~/.aws/config unless it is told of credentials.
     """
     named = {
         "endpoint": os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"),

@@ -25,12 +25,9 @@ def no_step(record: Mapping[str, Any]) -> str:
 
 
 def log_damage(directory: AnyPath, name: str, step: int = 0, expected: Mapping[str, Any] | None = None) -> str:
-    """What is wrong with a log of a phase; "" if nothing is.
+    """What is wrong with a log, one of `LOGS`, of the phase in a directory; "" if nothing is.
 
-    Args:
-      directory: of the phase.
-      name: one of `LOGS`.
-      step, expected: of its last checkpoint, and the `digest` of metrics.jsonl up to there.
+    `step` is that of the last checkpoint, `expected` the `LogDigest` of metrics.jsonl up to there.
     """
     path, digest = directory / f"{name}.jsonl", LogDigest()
     try:

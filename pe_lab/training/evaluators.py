@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -22,28 +22,15 @@ from pe_lab.training.run import Run, held_out_batches
 from pe_lab.training.step import Shardings, compile_loss, place_batch
 
 
-@dataclass(frozen=True)
-class Evaluator:
+class Evaluator(NamedTuple):
     """A measurement inside the loop: before the first step, at every step that `every_steps` divides, and at the last.
 
-    Attributes:
-      name: under which its time is counted, one of `ledger.WAITS`.
-      measure: numbers by name, from the step and the parameters; all processes measure together.
-      every_steps: how often.
-      prefix: of the names in metrics.jsonl.
+    All processes measure together: numbers by name, from the step and the parameters.
     """
 
-    name: str
+    name: str  # under which its time is counted, one of `logs.WAITS`
     measure: Callable[[int, Params], Mapping[str, float]]
     every_steps: int
-    prefix: str = ""
-
-    def is_due(self, step: int, steps: int) -> bool:
-        """Whether it measures after a step of a phase of so many."""
-        return step % self.every_steps == 0 or step == steps
-
-    def __call__(self, step: int, params: Params) -> dict[str, float]:
-        return {f"{self.prefix}{name}": value for name, value in self.measure(step, params).items()}
 
 
 def validation(run: Run, phase: PhasePlan, shardings: Shardings, schedule: Schedule) -> Evaluator:
@@ -99,9 +86,9 @@ def suites(run: Run, phase: PhasePlan) -> Evaluator:
     )
 
     def measure(step: int, params: Params) -> dict[str, float]:
-        return main_numbers(live.measure(params, step))
+        return {f"suite/{name}": value for name, value in main_numbers(live.measure(params, step)).items()}
 
-    return Evaluator("suites", measure, asked.every_steps, "suite/")
+    return Evaluator("suites", measure, asked.every_steps)
 
 
 def main_numbers(records: Sequence[Record]) -> dict[str, float]:

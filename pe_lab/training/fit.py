@@ -69,13 +69,7 @@ def train_run(
     command: str = "",
     age: float = 0.0,
 ) -> Run:
-    """As `fit`, for a caller that takes the requests to stop.
-
-    Args:
-      profiler: traces some steps.
-      command: for run.json.
-      age: seconds that have passed since the caller began, for the ledger.
-    """
+    """As `fit`, for a caller that takes the requests to stop and began `age` seconds ago; `command` is for run.json."""
     ledger = Ledger(age=age)
     tree = read_recipe(recipe, overrides)
     workdir = workdir_of(tree, workdir)
@@ -103,34 +97,24 @@ def train_run(
             f"{config.name}: {run.models[0].num_parameters:,} parameters, {len(run.phases)} phases, "
             f"mesh {dict(run.mesh.shape)}, in {workdir}"
         )
-        last = _train_phases(run)
+        last = None
+        try:
+            with lost_processes():
+                for phase in run.phases:
+                    last = train_phase(run, phase, last)
+        except Stopped as stopped:
+            raise Stopped(f"{config.name}: {stopped}") from None
+        finally:
+            ledger.close()
+            if ledger.start:
+                out.print(f"time of this run: {balance(read_ledger(ledger.path))}")
     out.print(f"{config.name}: complete, {last}")
     return run
 
 
-def _train_phases(run: Run) -> AnyPath | None:
-    """Trains all phases, keeps the ledger, and returns the last checkpoint."""
-    last, ledger = None, run.ledger
-    try:
-        with lost_processes():
-            for phase in run.phases:
-                last = train_phase(run, phase, last)
-    except Stopped as stopped:
-        raise Stopped(f"{run.config.name}: {stopped}") from None
-    finally:
-        ledger.close()
-        if ledger.opened:
-            run.out.print(f"time of this run: {balance(read_ledger(ledger.path))}")
-    return last
-
-
 @contextlib.contextmanager
 def _lease(workdir: AnyPath, show: Callable[[str], None]) -> Iterator[None]:
-    """The lease of a workdir, which process 0 takes; all raise if it is refused. A process that loses it ends.
-
-    Raises:
-      ConfigError: another run has the lease, or it cannot be written.
-    """
+    """The lease of a workdir, which process 0 takes; all raise if it is refused. A process that loses it ends."""
 
     def stop(message: str) -> None:
         tell_at_once(f"error: {message}")

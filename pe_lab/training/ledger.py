@@ -48,10 +48,8 @@ def process_age() -> float:
 class Ledger:
     """The time of a run in this process, from `age` seconds ago on.
 
-    Once it is open, a thread appends a record every `RECORD_SECONDS`. Without a path nothing is written.
-
-    Attributes:
-      path: of the file; it may be set until the ledger is opened.
+    Once it is open, a thread appends a record every `RECORD_SECONDS`. The path of the file may be set until then;
+    without one nothing is written.
     """
 
     def __init__(self, path: AnyPath | None = None, age: float = 0.0):
@@ -61,7 +59,7 @@ class Ledger:
         self._seconds: Counter[str] = Counter()
         self._log: AppendedLog | None = None
         self._phase, self._step = "", 0
-        self._start = 0  # the number of this start of the run, from 1
+        self.start = 0  # the number of this start of the run, from 1; 0: nothing was written
         self._reached: dict[str, int] = {}  # the highest step by phase, of this start and the earlier ones
 
     def open(self) -> None:
@@ -72,9 +70,9 @@ class Ledger:
         for record in records:
             phase, step = record.get("phase", ""), record.get("step", 0)
             self._reached[phase] = max(step, self._reached.get(phase, 0))
-        self._start = 1 + max((record["start"] for record in records), default=0)
+        self.start = 1 + max((record["start"] for record in records), default=0)
         self._log = AppendedLog(self.path, waits=True)
-        self._write()
+        self.write()
         self._thread = threading.Thread(target=self._record_regularly, name="ledger", daemon=True)
         self._thread.start()
 
@@ -111,12 +109,15 @@ class Ledger:
     def write(self) -> None:
         """Appends the time since the last record."""
         with self._lock:
-            self._write()
-
-    @property
-    def opened(self) -> bool:
-        """Whether something was written."""
-        return self._start > 0
+            if self._log is None:
+                return
+            self._switch(self._bucket)
+            record = {"start": self.start, "time": round(time.time(), 3), "created": round(self._created, 3)}
+            if self._phase:
+                record |= {"phase": self._phase, "step": self._step}
+            seconds = {bucket: round(self._seconds[bucket], 6) for bucket in BUCKETS if self._seconds[bucket]}
+            self._seconds.clear()
+            self._log.append({**record, "seconds": seconds})
 
     def close(self) -> None:
         """Writes what is left."""
@@ -133,17 +134,6 @@ class Ledger:
         self._mark, self._bucket = now, bucket
         return before
 
-    def _write(self) -> None:
-        if self._log is None:
-            return
-        self._switch(self._bucket)
-        record = {"start": self._start, "time": round(time.time(), 3), "created": round(self._created, 3)}
-        if self._phase:
-            record |= {"phase": self._phase, "step": self._step}
-        seconds = {bucket: round(self._seconds[bucket], 6) for bucket in BUCKETS if self._seconds[bucket]}
-        self._seconds.clear()
-        self._log.append({**record, "seconds": seconds})
-
     def _record_regularly(self) -> None:
         while not self._done.wait(RECORD_SECONDS):
             self.write()
@@ -159,11 +149,7 @@ def read_ledger(path: AnyPath) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Balance:
-    """The seconds of a run by bucket: of each start, with the time `down` before it.
-
-    Attributes:
-      starts: one for each start, in their order.
-    """
+    """The seconds of a run by bucket: of each start, with the time `down` before it."""
 
     starts: tuple[dict[str, float], ...]
 
@@ -207,53 +193,3 @@ def balance(records: Sequence[Mapping[str, Any]]) -> Balance:
                 starts[record["start"]][bucket] += seconds
         last = record["time"]
     return Balance(tuple(dict(start) for start in starts.values()))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The time of a step
-
-# What the loop waits for. The rest of a step's time is the host's own: starting programs and writing logs.
-WAITS = ("device", "input", "validation", "suites", "checkpoint")
-_BUCKETS = {"input": "data_wait", "validation": "validation", "suites": "suites", "checkpoint": "save_blocking"}
-
-
-class StepTimes:
-    """The seconds that the loop has waited, by what it waited for.
-
-    The loop starts a step before it waits for the metrics of the step before. As long as it waits for the device, the
-    device has work, and the time of a step is the time of its computation; otherwise the device idles.
-    """
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._waited: Counter[str] = Counter()
-        self._ledger = ledger
-
-    @contextlib.contextmanager
-    def wait(self, what: str) -> Iterator[None]:
-        """Counts the time of the block as waiting for one of `WAITS`, and names it in a trace."""
-        import jax
-
-        start = time.perf_counter()
-        bucket = _BUCKETS.get(what)
-        with (
-            jax.profiler.TraceAnnotation(f"wait for {what}" if what in ("device", "input") else what),
-            self._ledger.time(bucket) if bucket else contextlib.nullcontext(),
-        ):
-            yield
-        self._waited[what] += time.perf_counter() - start
-
-    def dispatch(self) -> contextlib.AbstractContextManager[None]:
-        """The context in which to start a step. On a CPU, XLA may compute it in this thread: the time of the device."""
-        import jax
-
-        return self.wait("device") if jax.default_backend() == "cpu" else contextlib.nullcontext()
-
-    def clear(self) -> None:
-        """Forgets what was waited for so far."""
-        self._waited.clear()
-
-    def split(self, steps: int, seconds: float) -> dict[str, float]:
-        """Seconds of one step by part, of `steps` that took `seconds` since the previous call: WAITS and host."""
-        parts = {what: self._waited[what] / steps for what in WAITS}
-        self.clear()
-        return parts | {"host": max(0.0, seconds / steps - sum(parts.values()))}

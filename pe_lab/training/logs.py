@@ -4,35 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
-from pe_lab.config import to_json
+import jax
+
+from pe_lab.checkpoints.store import metadata_of
+from pe_lab.config import Config, to_json
 from pe_lab.identity import config_hash, versions
-from pe_lab.storage import (
-    AnyPath,
-    AppendedLog,
-    salvage_records,
-    write_json,
-)
+from pe_lab.model import Flops
+from pe_lab.positional import describe, label
+from pe_lab.positional.codec import ranges
+from pe_lab.storage import AnyPath, AppendedLog, salvage_records, write_json
 from pe_lab.storage.manifest import salvage_sealed, sealed
 from pe_lab.storage.run_files import LOGS, PHASE_FILE, LogDigest, no_step
 from pe_lab.terminal import console
-from pe_lab.training.ledger import WAITS, StepTimes
-from pe_lab.training.trackers import Background, numbers_of
-
-if TYPE_CHECKING:  # pe_lab.verify reads logs, and does without JAX
-    from pe_lab.model import Flops
-    from pe_lab.training.plan import PhasePlan
-    from pe_lab.training.run import Run
-
-
-def _writes() -> bool:
-    """Whether this is the process that writes."""
-    import jax
-
-    return jax.process_index() == 0
+from pe_lab.training.ledger import Ledger
+from pe_lab.training.plan import PhasePlan
+from pe_lab.training.run import Run
+from pe_lab.training.trackers import Background, Session, open_trackers
 
 
 class PhaseLogs:
@@ -44,20 +37,19 @@ class PhaseLogs:
         resume_step: int,
         left_out: Collection[int] = (),
         expected: Mapping[str, Any] | None = None,
-        trackers: Callable[[int], Sequence[Background]] = lambda skip: (),
+        config: Config | None = None,
     ):
-        """Opens the logs, without the records after `resume_step`, whose steps are trained again.
+        """Opens the logs, without the records after `resume_step`, and the trackers of a config.
 
         At step 0 no record is kept: the phase starts over, and logs step 0 again. Rewinds that left out batches of
         `left_out` stay, whatever their step: these batches are not met again. If metrics.jsonl is not what `digest`
-        was when the checkpoint was saved (`expected`), a line says so. `trackers` opens the trackers; those that cannot
-        forget get no step up to `skip` (-1: any), which are computed again with the same result.
+        was when the checkpoint was saved (`expected`), a line says so.
         """
         self._digest, self.reached = LogDigest(), -1  # the highest step that was logged before
         self._logs: dict[str, AppendedLog] = {}
         self._directory = directory
         self._trackers: Sequence[Background] = ()
-        if not _writes():
+        if jax.process_index() != 0:
             return
 
         def stays(record: Mapping[str, Any]) -> bool:
@@ -76,12 +68,14 @@ class PhaseLogs:
                     self.reached = max((record["step"] for record in records), default=-1)
         if expected not in (None, self.digest):
             console().print(f"DAMAGED: {directory / 'metrics.jsonl'} is not what was logged up to step {resume_step}")
-        # After a rewind, the steps that are trained again have other values.
-        self._trackers = trackers(-1 if left_out else self.reached)
+        if config is not None:
+            # After a rewind, the steps that are trained again have other values.
+            skip = -1 if left_out else self.reached
+            self._trackers = open_trackers(Session(directory, resume_step, skip, config), console().print)
 
     def write(self, name: str, record: Mapping[str, Any]) -> None:
         """Appends a record of one step to a log of `LOGS`; numbers of metrics and speed also go to the trackers."""
-        if not _writes():
+        if jax.process_index() != 0:
             return
         if name not in self._logs:  # spikes.jsonl exists where there was one
             self._logs[name] = AppendedLog(self._directory / f"{name}.jsonl", waits=True)
@@ -90,8 +84,9 @@ class PhaseLogs:
             self._digest.add(record)
         if name == "spikes" or "event" in record:
             return
+        numbers = {key: value for key, value in record.items() if key != "step" and _is_finite_number(value)}
         for tracker in self._trackers:
-            tracker.write(record["step"], numbers_of(record))
+            tracker.write(record["step"], numbers)
 
     @property
     def digest(self) -> dict[str, Any]:
@@ -112,19 +107,43 @@ class PhaseLogs:
                 stack.callback(one.close)
 
 
-class Speed:
-    """How fast the steps of a session are: a record for each second or so.
+def _is_finite_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
-    Args:
-      flops: per token.
-      times: what the loop waits for.
-      step: at which the session begins.
+
+# What the loop waits for. The rest of a step's time is the host's own: starting programs and writing logs.
+WAITS = ("device", "input", "validation", "suites", "checkpoint")
+_BUCKETS = {"input": "data_wait", "validation": "validation", "suites": "suites", "checkpoint": "save_blocking"}
+
+
+class Speed:
+    """How fast the steps of a session, which begins at `step`, are, and what the loop waits for.
+
+    The loop starts a step before it waits for the metrics of the step before. As long as it waits for the device, the
+    device has work, and the time of a step is the time of its computation; otherwise the device idles.
     """
 
-    def __init__(self, run: Run, phase: PhasePlan, flops: Flops, times: StepTimes, step: int):
-        self._phase, self._flops, self._peak, self._times = phase, flops, run.peak, times
+    def __init__(self, ledger: Ledger, step: int, tokens_per_step: int, flops: Flops, peak: float):
+        self._ledger, self._tokens_per_step, self._flops, self._peak = ledger, tokens_per_step, flops, peak
         self._began = self._timer = time.perf_counter()
         self._step = step
+        self._waited: Counter[str] = Counter()
+
+    @contextlib.contextmanager
+    def wait(self, what: str) -> Iterator[None]:
+        """Counts the time of the block as waiting for one of `WAITS`, and names it in a trace."""
+        start = time.perf_counter()
+        bucket = _BUCKETS.get(what)
+        with (
+            jax.profiler.TraceAnnotation(f"wait for {what}" if what in ("device", "input") else what),
+            self._ledger.time(bucket) if bucket else contextlib.nullcontext(),
+        ):
+            yield
+        self._waited[what] += time.perf_counter() - start
+
+    def dispatch(self) -> contextlib.AbstractContextManager[None]:
+        """The context in which to start a step. On a CPU, XLA may compute it in this thread: the time of the device."""
+        return self.wait("device") if jax.default_backend() == "cpu" else contextlib.nullcontext()
 
     @property
     def seconds(self) -> float:
@@ -134,20 +153,24 @@ class Speed:
     def begin(self, step: int) -> None:
         """Counts from now on: the steps up to `step` have compiled."""
         self._timer, self._step = time.perf_counter(), step
-        self._times.clear()
+        self._waited.clear()
+
+    def split(self, steps: int, seconds: float) -> dict[str, float]:
+        """Seconds of one step by part, of `steps` that took `seconds` since the previous call: WAITS and host."""
+        parts = {what: self._waited[what] / steps for what in WAITS}
+        self._waited.clear()
+        return parts | {"host": max(0.0, seconds / steps - sum(parts.values()))}
 
     def record(self, step: int, tokens: int, at_once: bool = False) -> dict[str, Any] | None:
-        """The speed of the steps since the last record; None as long as they took less than a second.
+        """The speed of the steps since the last record; None as long as they took less than a second, unless `at_once`.
 
-        Args:
-          tokens: that were read in the phase so far.
-          at_once: whatever they took.
+        `tokens` were read in the phase so far.
         """
         seconds, steps = time.perf_counter() - self._timer, step - self._step
         if seconds <= 1.0 and not at_once:
             return None
-        split, rate = self._times.split(steps, seconds), steps * self._phase.tokens_per_step / seconds
-        flops, peak = self._flops, self._peak.flops
+        split, rate = self.split(steps, seconds), steps * self._tokens_per_step / seconds
+        flops, peak = self._flops, self._peak
         self._timer, self._step = self._timer + seconds, step
         return {
             "step": step,
@@ -185,16 +208,12 @@ def write_phase(
     started: int,
     seconds: float,
 ) -> None:
-    """Writes phase.json, with its own digest, for the report.
+    """Writes phase.json, with its own digest, for the report: of a session from step `started` on.
 
-    `flops` is per token, `lineage` of the checkpoint that was read or saved last, `status` running or complete; the
-    session began at step `started` and took `seconds`.
+    `flops` is per token, `lineage` of the checkpoint that was read or saved last, `status` running or complete.
     """
-    if not _writes():
+    if jax.process_index() != 0:
         return
-    from pe_lab.positional import describe, label
-    from pe_lab.positional.codec import ranges
-
     model = run.models[phase.index]
     encodings = []
     for encoding, equal in itertools.groupby(enumerate(phase.layers), key=lambda item: label(item[1])):
@@ -230,13 +249,12 @@ def write_phase(
 
 
 def mark_complete(directory: AnyPath, expected: Mapping[str, Any] | None = None) -> bool:
-    """Sets the status in phase.json of a process that died between its last checkpoint and this.
+    """Sets the status in phase.json of a process that died before; returns whether there is a whole phase.json.
 
-    Damaged logs are set aside, as they are where a phase is resumed, and metrics.jsonl is compared with its digest in
-    the last checkpoint, `expected`. Returns whether there is a whole phase.json.
+    Damaged logs are set aside, and metrics.jsonl is compared with its digest in the last checkpoint, `expected`.
     """
     path, record = directory / PHASE_FILE, {"status": "complete"}
-    if _writes():
+    if jax.process_index() == 0:
         logs = {}
         for name in LOGS:
             told: list[str] = []
@@ -265,13 +283,8 @@ def checkpoint_metadata(
 ) -> dict[str, Any]:
     """The metadata of a checkpoint of `phase`, whose id and step are in the last entry of `lineage`.
 
-    `tokens` were read in the phase so far. `stability` is the state of its `Monitor`, `log` the digest of
-    metrics.jsonl.
+    `tokens` were read in the phase so far, `stability` is the state of its `Monitor`, `log` that of metrics.jsonl.
     """
-    import jax
-
-    from pe_lab.checkpoints.store import metadata_of
-
     model, seed, step = run.models[phase.index].config, run.config.seed, lineage[-1]["step"]
     return metadata_of(
         model,

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
-import optax
 
-from pe_lab.checkpoints.locating import DIRECTORY, lineage_entry, new_id
-from pe_lab.checkpoints.store import Retention, Store
+from pe_lab.checkpoints.locating import DIRECTORY, lineage_entry
+from pe_lab.checkpoints.store import Store
 from pe_lab.data.pipeline import Pipeline
 from pe_lab.errors import SaveFailed, TrainingDiverged
 from pe_lab.model import Flops
@@ -21,54 +20,28 @@ from pe_lab.positional import Schedule, describe, label
 from pe_lab.storage import AnyPath
 from pe_lab.terminal import Progress, waiting
 from pe_lab.training.evaluators import Evaluator, suites, validation
-from pe_lab.training.ledger import StepTimes
-from pe_lab.training.logs import (
-    PhaseLogs,
-    Speed,
-    checkpoint_metadata,
-    speed_text,
-    validation_text,
-    write_phase,
-)
+from pe_lab.training.logs import PhaseLogs, Speed, checkpoint_metadata, speed_text, validation_text, write_phase
 from pe_lab.training.plan import PhasePlan
 from pe_lab.training.replay import Replay
 from pe_lab.training.run import Run, keep_tokenizer, open_pipeline
 from pe_lab.training.stability import MOST_REWINDS, MOST_SKIPS, Event, Monitor, Rewind, Rewinds
 from pe_lab.training.start import Start, StepInputs, is_complete, start_phase, step_inputs_of
-from pe_lab.training.step import (
-    RandomPositions,
-    Shardings,
-    TrainState,
-    compile_train_step,
-    make_shardings,
-    place_batch,
-)
-from pe_lab.training.trackers import Background, Session, open_trackers
+from pe_lab.training.step import RandomPositions, Shardings, TrainState, compile_train_step, make_shardings, place_batch
 
 
 class PhasePrograms(NamedTuple):
-    """What a phase computes; a program is compiled when it is first called.
-
-    Attributes:
-      train_step: (state, batch, inputs) -> (state, metrics).
-      inputs: the third argument, by the step.
-      replay: computes gradients again, if the config asks for it.
-      evaluators: what is measured between steps.
-      flops: of a step, per token, with those of a teacher.
-    """
+    """What a phase computes; a program is compiled when it is first called."""
 
     shardings: Shardings
-    train_step: Callable[..., tuple[TrainState, dict[str, jax.Array]]]
-    inputs: StepInputs
-    replay: Replay | None
-    evaluators: Sequence[Evaluator]
-    flops: Flops
+    train_step: Callable[..., tuple[TrainState, dict[str, jax.Array]]]  # (state, batch, inputs) -> (state, metrics)
+    inputs: StepInputs  # the third argument, by the step
+    replay: Replay | None  # computes gradients again, if the config asks for it
+    evaluators: Sequence[Evaluator]  # what is measured between steps
+    flops: Flops  # of a step, per token, with those of a teacher
 
 
 def train_phase(run: Run, phase: PhasePlan, previous: AnyPath | None) -> AnyPath:
-    """Trains one phase from the state of its files to its end, and returns its last checkpoint.
-
-    `previous` is the last checkpoint of the previous phase, if there is one.
+    """Trains one phase from the state of its files, or `previous`'s, to its end, and returns its last checkpoint.
 
     Raises:
       Stopped: the process was asked to stop, and everything is saved.
@@ -78,21 +51,21 @@ def train_phase(run: Run, phase: PhasePlan, previous: AnyPath | None) -> AnyPath
       DataError: the data has changed since the previous session.
       SaveFailed: a checkpoint could not be written.
     """
-    config, saved, ledger, out = run.config, run.config.checkpoint, run.ledger, run.out
+    config, ledger, out = run.config, run.ledger, run.out
     checkpoints = run.directory(phase) / DIRECTORY
     keep_tokenizer(run.workdir, run.tokenizer, out.print)
-    store = Store(checkpoints, Retention(saved.keep, saved.keep_every, saved.milestones, saved.best))
+    store = Store(checkpoints, config.checkpoint)
     with contextlib.closing(store), stop_requests() as stops:
         if is_complete(run, phase, store):
             return checkpoints / str(phase.config.steps)
         ledger.open()
-        optimizer = run.plan.optimizer(phase)
-        shardings = make_shardings(run.models[phase.index], optimizer, run.mesh, run.rules, run.plan.policy)
+        how = (run.models[phase.index], run.plan.optimizer(phase), run.mesh, run.rules)
+        shardings = make_shardings(*how, run.plan.policy)
         schedule = jax.device_put(phase.schedule, shardings.replicated)
 
         def load() -> Start:
             with ledger.time("restore"), waiting(out, f"{phase.name}: placing the weights", at_once=False):
-                return start_phase(run, phase, previous, store, optimizer, shardings, schedule, out.print)
+                return start_phase(run, phase, previous, store, shardings, schedule)
 
         start = load()
         # A killed process may have saved and not deleted. Before the newest checkpoint is known to be whole, an older
@@ -100,7 +73,7 @@ def train_phase(run: Run, phase: PhasePlan, previous: AnyPath | None) -> AnyPath
         if store.verified == "verified":
             store.delete_old()
         _describe(run, phase, start.state, shardings)
-        programs = _programs(run, phase, previous, optimizer, shardings, schedule)
+        programs = _programs(run, phase, previous, shardings, schedule)
         rewinds = Rewinds()
         try:
             while True:
@@ -139,7 +112,7 @@ def _train_steps(
     """
     config, steps, directory = run.config, phase.config.steps, run.directory(phase)
     out, ledger, profiler = run.out, run.ledger, run.profiler
-    rate = run.plan.learning_rate(phase)
+    rate, left_out = run.plan.learning_rate(phase), pipeline.get_state().get("left_out", ())
     monitor = Monitor(config.stability, start.stability)
     state, lineage = start.state, start.lineage  # the lineage of the checkpoint read or saved last
     step = start.step
@@ -147,11 +120,10 @@ def _train_steps(
     pending: list[tuple[int, dict[str, jax.Array]]] = []  # the step dispatched last, and its metrics
     last: dict[str, float] = {}  # the metrics received last
     validated = ""  # the validation loss measured last, to print
-    times = StepTimes(ledger)
-    speed = Speed(run, phase, programs.flops, times, step)
+    speed = Speed(ledger, step, phase.tokens_per_step, programs.flops, run.peak.flops)
     write_phase(run, phase, programs.flops, lineage, "running", start.step, 0.0)  # a phase is never logs alone
     with (
-        contextlib.closing(_open_logs(run, phase, start, pipeline)) as logs,
+        contextlib.closing(PhaseLogs(directory, start.step, left_out, start.log, config)) as logs,
         Progress(out, phase.name, steps, step) as progress,
     ):
         ledger.reached(phase.name, logs.reached)
@@ -165,7 +137,7 @@ def _train_steps(
             """Waits for the metrics of the step dispatched last, judges and logs them."""
             while pending:
                 at, metrics = pending.pop()
-                with times.wait("device"):
+                with speed.wait("device"):
                     received = jax.device_get(metrics)
                 last.update({name: float(value) for name, value in received.items()})
                 event = monitor.judge(at, last)
@@ -180,11 +152,11 @@ def _train_steps(
                     _refuse_or_warn(run, phase, event, monitor)
 
         def evaluate(evaluator: Evaluator) -> dict[str, float]:
-            with times.wait(evaluator.name):
-                found = evaluator(step, state.params)
+            with speed.wait(evaluator.name):
+                found = evaluator.measure(step, state.params)
             read = pipeline.tokens_read() if step else {}
             logs.write("metrics", {"step": step, "tokens": tokens(step), **found, **read})
-            return found
+            return dict(found)
 
         progress.update(step, f"{step}/{steps}  compiling")
         if step == 0:
@@ -198,12 +170,12 @@ def _train_steps(
             ledger.begin_step(phase.name, step + 1)
             first = step == start.step
             with profiler.begin(step + 1), _compiling(run, phase, first):
-                with times.wait("input"):
+                with speed.wait("input"):
                     batch = place_batch(next(pipeline), programs.shardings.batch)
                     inputs = programs.inputs.at(step)
                 if programs.replay is not None:
                     programs.replay.check(step + 1, state, batch, inputs)
-                with times.dispatch():
+                with speed.dispatch():
                     state, metrics = programs.train_step(state, batch, inputs)
                 if first:
                     jax.block_until_ready(metrics)  # the first step compiles: its time is no measure of speed
@@ -211,7 +183,10 @@ def _train_steps(
             stops.can_save = True
             settle()  # the metrics of the previous step, while this one runs
             pending.append((step, metrics))
-            _log_epochs(run, phase, step, pipeline, logs)
+            for source, epoch in pipeline.new_repeats():
+                logs.write("metrics", {"step": step, "event": "epoch", "source": source, "epoch": epoch})
+                if epoch == 2:
+                    out.print(f"{phase.name}: step {step} reads data source '{source}' for the 2nd time")
             if profiled := profiler.end(metrics, directory):
                 out.print(profiled)
 
@@ -224,7 +199,7 @@ def _train_steps(
 
             evaluated: dict[str, float] = {}
             for evaluator in programs.evaluators:
-                if evaluator.is_due(step, steps):
+                if step % evaluator.every_steps == 0 or step == steps:
                     settle()
                     evaluated |= evaluate(evaluator)
                     validated = validation_text(evaluated) or validated
@@ -234,10 +209,10 @@ def _train_steps(
             if due or step == steps or stopping:
                 settle()
                 what = f"trained {step} steps of '{phase.name}' with {encodings}"
-                lineage = [*start.lineage, lineage_entry(what, new_id(), str(directory / DIRECTORY / str(step)), step)]
+                lineage = [*start.lineage, lineage_entry(what, str(directory / DIRECTORY / str(step)), step)]
                 position = (tokens(step), pipeline.get_state())
                 metadata = checkpoint_metadata(run, phase, lineage, *position, monitor.state(), logs.digest)
-                with times.wait("checkpoint"):
+                with speed.wait("checkpoint"):
                     with _save_may_fail(run, phase):  # the one before
                         store.wait()
                     with _save_may_fail(run, phase, step < steps and not stopping):
@@ -245,7 +220,7 @@ def _train_steps(
                         store.save(step, state.params, state.optimizer, metadata, last | evaluated, logs.flush)
                 rewinds.in_a_row = 0
 
-        with times.wait("checkpoint"):
+        with speed.wait("checkpoint"):
             store.wait()
         if profiled := profiler.close(directory):
             out.print(profiled)
@@ -278,19 +253,14 @@ def _describe(run: Run, phase: PhasePlan, state: TrainState, shardings: Sharding
 
 
 def _programs(
-    run: Run,
-    phase: PhasePlan,
-    previous: AnyPath | None,
-    optimizer: optax.GradientTransformation,
-    shardings: Shardings,
-    schedule: Schedule,
+    run: Run, phase: PhasePlan, previous: AnyPath | None, shardings: Shardings, schedule: Schedule
 ) -> PhasePrograms:
     """What the phase computes, from its schedule on the devices; opens its teacher."""
     config, positions = run.config, None
     if phase.config.random_positions:
         positions = RandomPositions(phase.config.random_positions, (config.seed, phase.index))
-    inputs = step_inputs_of(run, phase, previous, schedule, shardings, run.out.print)
-    how = (run.models[phase.index], optimizer, run.mesh, run.rules, phase.config.accumulate, positions)
+    inputs = step_inputs_of(run, phase, previous, schedule, shardings)
+    how = (run.models[phase.index], run.plan.optimizer(phase), run.mesh, run.rules, phase.config.accumulate, positions)
     train_step = compile_train_step(*how, config.compiler_options, run.plan.policy, inputs.distilled)
     every, replay = config.stability.replay_every, None
     if every:
@@ -299,15 +269,6 @@ def _programs(
     if config.evaluation.every_steps:
         evaluators.append(suites(run, phase))
     return PhasePrograms(shardings, train_step, inputs, replay, evaluators, run.plan.flops(phase).plus(inputs.flops))
-
-
-def _open_logs(run: Run, phase: PhasePlan, start: Start, pipeline: Pipeline) -> PhaseLogs:
-    directory, left_out = run.directory(phase), pipeline.get_state().get("left_out", ())
-
-    def trackers(skip: int) -> Sequence[Background]:
-        return open_trackers(Session(directory, start.step, skip, run.config), run.out.print)
-
-    return PhaseLogs(directory, start.step, left_out, start.log, trackers)
 
 
 @contextlib.contextmanager
@@ -375,11 +336,3 @@ def _log_event(
         for batch in batches:
             for sequence in pipeline.sequences(batch):
                 logs.write("spikes", {"step": event.step, "event": event.action, **sequence})
-
-
-def _log_epochs(run: Run, phase: PhasePlan, step: int, pipeline: Pipeline, logs: PhaseLogs) -> None:
-    """Writes an event for each source that a step has begun to read anew; the first one is told."""
-    for source, epoch in pipeline.new_repeats():
-        logs.write("metrics", {"step": step, "event": "epoch", "source": source, "epoch": epoch})
-        if epoch == 2:
-            run.out.print(f"{phase.name}: step {step} reads data source '{source}' for the 2nd time")

@@ -95,29 +95,29 @@ def orthogonalize(x: Float[Array, "M inputs outputs"], config: MuonConfig) -> Fl
 def newton_schulz_flops(config: MuonConfig, shapes: Any, axes: Any) -> float:
     """FLOPs of the products of all iterations of one step, over all devices together."""
     total = 0.0
-    for path, shape, names in _with_axes(shapes, axes):
-        if is_matrix(path):
-            found = matrices(path, names, shape.shape, config.per_head)
-            m, n = sorted((found.inputs, found.outputs))
-            total += found.count * config.newton_schulz_steps * (4.0 * m * m * n + 2.0 * m**3)
+    for count, m, n in _sizes(config, shapes, axes):
+        total += count * config.newton_schulz_steps * (4.0 * m * m * n + 2.0 * m**3)
     return total
 
 
 def newton_schulz_bytes(config: MuonConfig, shapes: Any, axes: Any, devices: int) -> int:
     """Bytes per device of the largest parameter's iteration: two copies of the matrices and two of their squares."""
     largest = 0
-    for path, shape, names in _with_axes(shapes, axes):
-        if is_matrix(path):
-            found = matrices(path, names, shape.shape, config.per_head)
-            m, n = sorted((found.inputs, found.outputs))
-            here = found.count // math.gcd(found.count, devices)
-            largest = max(largest, here * (2 * m * n + 2 * m * m) * jnp.dtype(config.dtype).itemsize)
+    for count, m, n in _sizes(config, shapes, axes):
+        here = count // math.gcd(count, devices)
+        largest = max(largest, here * (2 * m * n + 2 * m * m) * jnp.dtype(config.dtype).itemsize)
     return largest
 
 
-def _with_axes(shapes: Any, axes: Any) -> list[tuple[tuple[Any, ...], Any, tuple[str, ...]]]:
+def _sizes(config: MuonConfig, shapes: Any, axes: Any) -> list[tuple[int, int, int]]:
+    """Of each parameter that Muon has: how many matrices it is, and their shorter and longer side."""
     names = jax.tree.leaves(axes, is_leaf=lambda node: isinstance(node, tuple))
-    return [(path, x, n) for (path, x), n in zip(jax.tree_util.tree_leaves_with_path(shapes), names, strict=True)]
+    sizes = []
+    for (path, x), of in zip(jax.tree_util.tree_leaves_with_path(shapes), names, strict=True):
+        if is_matrix(path):
+            found = matrices(path, of, x.shape, config.per_head)
+            sizes.append((found.count, *sorted((found.inputs, found.outputs))))
+    return sizes
 
 
 def momentum_at(config: MuonConfig, count: Int[Array, ""]) -> Float[Array, ""]:

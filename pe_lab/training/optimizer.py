@@ -135,12 +135,7 @@ def make_optimizer(
     """Clipping by global norm, then AdamW, or Muon for the matrices of the layers and AdamW for the rest.
 
     The weight decay is decoupled, and multiplied by the learning rate of its group. Parameters of encodings have the
-    rates and the decay that their encodings choose.
-
-    Args:
-      config, steps, prolonged: as for `learning_rate`.
-      axes: `Model.axes`.
-      learned: `Model.encoding_settings`.
+    rates and the decay that their encodings choose. `axes` is `Model.axes`, `learned` `Model.encoding_settings`.
     """
 
     def by_parameter(function: Callable[..., Any]) -> Any:

@@ -16,11 +16,12 @@ from jax.sharding import Mesh
 
 from pe_lab import storage
 from pe_lab.checkpoints.checkpoint import is_external, open_source
-from pe_lab.config import Config, ModelConfig, PhaseConfig, ProlongedConfig, check_bounds, check_name
+from pe_lab.checkpoints.source import parameter_shardings
+from pe_lab.config import Config, ModelConfig, PhaseConfig, ProlongedConfig, StabilityConfig, check_bounds, check_name
 from pe_lab.data.needles import NeedleOptions, place_symbols
 from pe_lab.data.shards import METADATA_FILE, read_metadata
 from pe_lab.data.tokenizers import load_tokenizer, training_size
-from pe_lab.errors import ConfigError, UserError
+from pe_lab.errors import ConfigError, UserError, within
 from pe_lab.model import Flops, Model, Params, complete, least_parameters, train_flops_per_token
 from pe_lab.model.distillation import learns
 from pe_lab.model.encoding_check import require_causal
@@ -31,20 +32,15 @@ from pe_lab.positional.codec import ranges_by
 from pe_lab.storage import AnyPath, is_file
 from pe_lab.training.muon import newton_schulz_bytes, newton_schulz_flops
 from pe_lab.training.optimizer import last_at_peak, learning_rate, make_optimizer
-from pe_lab.training.stability import SkipPolicy, skip_policy
-from pe_lab.training.step import TrainState, init_state, make_shardings, parameter_shardings
+from pe_lab.training.stability import skip_policy
+from pe_lab.training.step import TrainState, init_state, make_shardings
 
 
 class Given(NamedTuple):
-    """What a plan needs of files.
+    """What a plan needs of files."""
 
-    Attributes:
-      vocab_size: of the data.
-      layers: of the checkpoints that phases start from, by the index of the phase; those that can be read.
-    """
-
-    vocab_size: int
-    layers: Mapping[int, Sequence[Layer]] = {}
+    vocab_size: int  # of the data
+    layers: Mapping[int, Sequence[Layer]] = {}  # of checkpoints that can be read, by the index of the phase they start
 
 
 @dataclass(frozen=True)
@@ -73,21 +69,15 @@ class PhasePlan:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A run by arithmetic alone: nothing is read, written or computed on a device.
-
-    Attributes:
-      models: one for each phase; they differ in their QK-norm at most.
-      mesh: its devices may be placeholders.
-      policy: which updates a step does not apply; None: it applies all.
-    """
+    """A run by arithmetic alone: nothing is read, written or computed on a device."""
 
     config: Config
     given: Given
     phases: tuple[PhasePlan, ...]
-    models: tuple[Model, ...]
-    mesh: Mesh
+    models: tuple[Model, ...]  # one for each phase; they differ in their QK-norm at most
+    mesh: Mesh  # its devices may be placeholders
     rules: AxisRules
-    policy: SkipPolicy | None
+    policy: StabilityConfig | None  # which updates a step does not apply; None: it applies all
 
     def optimizer(self, phase: PhasePlan) -> optax.GradientTransformation:
         """The optimizer of a phase."""
@@ -99,11 +89,7 @@ class RunPlan:
         return learning_rate(phase.config.optimizer, phase.config.steps, phase.config.prolonged)
 
     def attention(self, phase: PhasePlan) -> str:
-        """The attention implementations of a phase, such as `chunked on layers 0-23`.
-
-        Raises:
-          UserError: the config names an implementation that cannot compute a layer.
-        """
+        """The attention of a phase, such as `chunked on layers 0-23`; `UserError` if the config's cannot compute it."""
         model, structure = self.models[phase.index], phase.schedule.structure
         with use_mesh(self.mesh, self.rules):
             chosen = model.attention_by_layer(structure, phase.config.sequence_length, self.config.data.segments)
@@ -133,9 +119,7 @@ class RunPlan:
 def plan_run(config: Config, mesh: Mesh, given: Given, chip: Chip, must_fit: bool = False) -> RunPlan:
     """The plan of a run on the devices of a mesh, which need not exist: a function of its arguments alone.
 
-    Args:
-      chip: of the mesh; settings "auto" are chosen by its memory.
-      must_fit: whether it is an error that no choice of them fits.
+    `remat` and `loss_chunks` "auto" are chosen by the memory of the chip; `must_fit`: it is an error that none fits.
 
     Raises:
       UserError: the config would not train: its shapes, encodings, mesh or batch sizes do not fit each other.
@@ -144,26 +128,30 @@ def plan_run(config: Config, mesh: Mesh, given: Given, chip: Chip, must_fit: boo
     phases, rules = plan_phases(config, given.layers), AxisRules()
     for phase in phases:
         check_batch(phase.config.batch_size, phase.config.accumulate, mesh, phase.where)
-    models = _models(config, phases, vocabulary(config, given.vocab_size), mesh, rules, chip, must_fit)
-    plan = RunPlan(config, given, phases, models, mesh, rules, skip_policy(config.stability))
+    vocab_size = vocabulary(config, given.vocab_size)
+    known: dict[Any, Model] = {}  # phases with the same QK-norm, settings and learned encodings share a model
+    models = []
+    for phase in phases:
+        shape = dataclasses.replace(config.model, vocab_size=vocab_size, qk_norm=phase.qk_norm)
+        shape = _choose_settings(shape, phase, config.data.segments, mesh, rules, chip, must_fit)
+        hooks = phase.schedule.hooks
+        if (shape, hooks) not in known:
+            known[shape, hooks] = Model(shape, hooks=hooks)
+        models.append(known[shape, hooks])
+    plan = RunPlan(config, given, phases, tuple(models), mesh, rules, skip_policy(config.stability))
     for phase, model in zip(phases, models, strict=True):
         parameter_shardings(model, mesh, rules)
-        try:
+        with within(f"{phase.where}.sequence_length"):
             balanced_order(phase.config.sequence_length, mesh.shape["context"])
-        except UserError as error:
-            raise type(error)(f"{phase.where}.sequence_length: {error}") from None
         require_causal(phase.layers)
     return plan
 
 
 def plan_phases(config: Config, given: Mapping[int, Sequence[Layer]] | None = None) -> tuple[PhasePlan, ...]:
-    """Resolves and checks every phase.
+    """Resolves every phase; a `UserError` names one with a wrong key.
 
     Edits (`drop(...)`, `rescale(...)`) and an unset `qk_norm` refer to the phase or the checkpoint that a phase
     starts from, whose layers are in `given`.
-
-    Raises:
-      UserError: a key of a phase is wrong; names the phase.
     """
     names = [phase.name for phase in config.phases]
     if not names or len(set(names)) != len(names):
@@ -173,7 +161,7 @@ def plan_phases(config: Config, given: Mapping[int, Sequence[Layer]] | None = No
     model = complete(dataclasses.replace(config.model, vocab_size=config.model.vocab_size or 1))
     plans: list[PhasePlan] = []
     for i, phase in enumerate(config.phases):
-        try:
+        with within(f"config.phases[{i}] ('{phase.name}')"):
             if phase.random_positions and phase.random_positions < phase.sequence_length:
                 raise ConfigError(
                     f"random_positions is {phase.random_positions}; {phase.sequence_length} different positions are "
@@ -187,35 +175,8 @@ def plan_phases(config: Config, given: Mapping[int, Sequence[Layer]] | None = No
                 learning_rate(phase.optimizer, phase.steps, phase.prolonged)
             qk_norm = phase.qk_norm or (continues.qk_norm if continues else model.qk_norm)
             complete(dataclasses.replace(model, qk_norm=qk_norm))
-        except UserError as error:
-            raise type(error)(f"config.phases[{i}] ('{phase.name}'): {error}") from None
         plans.append(PhasePlan(i, phase, described, schedule, qk_norm))
     return tuple(plans)
-
-
-def _models(
-    config: Config,
-    phases: Sequence[PhasePlan],
-    vocab_size: int,
-    mesh: Mesh,
-    rules: AxisRules,
-    chip: Chip,
-    must_fit: bool,
-) -> tuple[Model, ...]:
-    """The model of each phase, with `remat` and `loss_chunks` chosen for the mesh and its chips where they are "auto".
-
-    Phases with the same QK-norm, settings and learned encodings share one. Raises `ConfigError` as `_choose_settings`.
-    """
-    known: dict[Any, Model] = {}
-    models = []
-    for phase in phases:
-        shape = dataclasses.replace(config.model, vocab_size=vocab_size, qk_norm=phase.qk_norm)
-        shape = _choose_settings(shape, phase, config.data.segments, mesh, rules, chip, must_fit)
-        hooks = phase.schedule.hooks
-        if (shape, hooks) not in known:
-            known[shape, hooks] = Model(shape, hooks=hooks)
-        models.append(known[shape, hooks])
-    return tuple(models)
 
 
 def vocabulary(config: Config, needed: int) -> int:
@@ -233,9 +194,8 @@ def vocabulary(config: Config, needed: int) -> int:
 def least_memory(config: Config, phase: PhaseConfig) -> tuple[int, int]:
     """Parameters of a phase, and the bytes that it needs on all devices together; at least so many of both.
 
-    These are its state, and one hidden state of a micro-batch. The state is the parameters and the two moments of
-    AdamW, in float32; Muon has one moment of its matrices. The vocabulary is left out where the config has none;
-    `RunPlan.memory` has the exact figures.
+    These are the parameters and the two moments of AdamW, in float32, of which Muon has one for its matrices, and one
+    hidden state of a micro-batch. The vocabulary is left out where the config has none.
     """
     model = complete(dataclasses.replace(config.model, vocab_size=config.model.vocab_size or 1))
     tokens = phase.batch_size * phase.sequence_length
@@ -266,11 +226,7 @@ def _check_retention(config: Config) -> None:
 
 
 def plan_here(config: Config, devices: Sequence[Any] | None = None) -> RunPlan:
-    """The plan of a run on this machine: on `devices`, by default all of all processes.
-
-    Raises:
-      UserError: as `plan_run`; or not even the least that a phase needs fits this machine.
-    """
+    """The plan of a run on all devices of all processes, or on `devices`; `UserError` also if they are too small."""
     check_bounds(config, "config")
     mesh = make_mesh(config.mesh, devices)
     here = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
@@ -283,26 +239,34 @@ def plan_here(config: Config, devices: Sequence[Any] | None = None) -> RunPlan:
 
 
 def read_given(config: Config) -> Given:
-    """What a plan of this config needs of files: the vocabulary of its data, and the layers of checkpoints.
-
-    Raises:
-      UserError: a file is damaged, or the vocabulary is not known without one that is missing.
-    """
+    """What a plan needs of files; `UserError` if one is damaged, or missing where it alone tells the vocabulary."""
     layers = given_layers(config)
-    return Given(config.model.vocab_size or _data_vocabulary(config), layers)
+    if config.model.vocab_size:
+        return Given(config.model.vocab_size, layers)
+    data = config.data
+    needles = [NeedleOptions.from_mapping(s.options) for s in data.sources if s.source == "needles"]
+    size = training_size(data.tokenizer)
+    try:
+        if prepared := prepared_directories(config):
+            size = read_metadata(prepared[0]).vocab_size
+        elif data.prepared:
+            size = read_metadata(storage.path("data.prepared", data.prepared)).vocab_size
+        elif size is None:
+            size = load_tokenizer(data.tokenizer).vocab_size
+    except UserError as error:
+        raise type(error)(f"The tokenizer determines the vocabulary. {error} Or set model.vocab_size.") from None
+    return Given(place_symbols(dict(enumerate(needles)), size)[1], layers)
 
 
 def given_layers(config: Config) -> dict[int, tuple[Layer, ...]]:
     """The layers of the checkpoints that phases start from, by the index of the phase; those that are there."""
     found = {}
     for i, phase in enumerate(config.phases):
-        try:
+        with within(f"config.phases[{i}] ('{phase.name}')"):
             if phase.init_from not in ("", "random") and (
                 is_external(phase.init_from) or start_path(phase).is_dir()
             ):  # else it is missing, which training says
                 found[i] = open_source(phase.init_from).layers
-        except UserError as error:
-            raise type(error)(f"config.phases[{i}] ('{phase.name}'): {error}") from None
     return found
 
 
@@ -320,32 +284,12 @@ def prepared_directories(config: Config) -> list[AnyPath]:
     return found if len(found) == len(text) and all(is_file(path / METADATA_FILE) for path in found) else []
 
 
-def _data_vocabulary(config: Config) -> int:
-    """The size of the vocabulary of a config's data, from the name or the file of its tokenizer."""
-    data = config.data
-    needles = [NeedleOptions.from_mapping(s.options) for s in data.sources if s.source == "needles"]
-    size = training_size(data.tokenizer)
-    try:
-        if prepared := prepared_directories(config):
-            size = read_metadata(prepared[0]).vocab_size
-        elif data.prepared:
-            size = read_metadata(storage.path("data.prepared", data.prepared)).vocab_size
-        elif size is None:
-            size = load_tokenizer(data.tokenizer).vocab_size
-    except UserError as error:
-        raise type(error)(f"The tokenizer determines the vocabulary. {error} Or set model.vocab_size.") from None
-    return place_symbols(dict(enumerate(needles)), size)[1]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # More steps
 
 
 def prolong(config: Config, steps: int, kept: Sequence[int]) -> Config:
-    """The config with `steps` steps in its last phase, from `train --until`; itself if it has these steps already.
-
-    Args:
-      kept: the steps of the phase's checkpoints, in ascending order.
+    """The config with `steps` steps in its last phase, whose checkpoints are of the steps `kept`, ascending.
 
     Raises:
       ConfigError: the schedule cannot go on that way; see `optimizer.on_prolong`.
@@ -503,23 +447,11 @@ MARGIN = 0.92  # of a chip's memory that an estimate may need
 
 
 def _choose_settings(
-    config: ModelConfig,
-    plan: PhasePlan,
-    segments: bool,
-    mesh: Mesh,
-    rules: AxisRules,
-    chip: Chip,
-    must_fit: bool,
+    config: ModelConfig, plan: PhasePlan, segments: bool, mesh: Mesh, rules: AxisRules, chip: Chip, must_fit: bool
 ) -> ModelConfig:
     """The config with `remat` and `loss_chunks` chosen where they are "auto": the fastest that fits by the estimate.
 
-    Args:
-      config: `remat` and `loss_chunks` may be "auto".
-      chip: of the mesh; memory 0 is unknown, and anything fits.
-      must_fit: otherwise, if nothing fits, the result is what needs the least memory.
-
-    Raises:
-      ConfigError: nothing fits.
+    If nothing fits, a `ConfigError` where it `must_fit`, else what needs the least memory.
     """
     if "auto" not in (config.remat, config.loss_chunks):
         return config

@@ -18,16 +18,13 @@ from pe_lab.storage import AnyPath, write_file
 class Profiler:
     """Traces some steps of a command for XProf, with the memory of the devices after them.
 
-    Every process writes its own files to PHASE/tensorboard/plugins/profile/step_FIRST in the run's directory: a
-    .xplane.pb, and a .memory.prof for pprof.
-
-    Attributes:
-      steps: which steps to trace, of those that the command trains, from 1; it may have none.
-      trained: the steps that the command has begun.
+    Every process writes a .xplane.pb, and a .memory.prof for pprof, to PHASE/tensorboard/plugins/profile/step_FIRST.
+    The `steps` to trace, if any, are of those that the command trains, from 1.
     """
 
     def __init__(self, steps: range = range(0)):
-        self.steps, self.trained, self._session = steps, 0, ""
+        self.steps, self._session = steps, ""
+        self.trained = 0  # the steps that the command has begun
         self._local: Path | None = None  # while it traces
 
     def begin(self, step: int) -> jax.profiler.StepTraceAnnotation:
@@ -69,11 +66,7 @@ class Profiler:
 
 
 def parse_steps(text: str) -> range:
-    """The steps that `--profile=10:13` names, both ends included.
-
-    Raises:
-      ConfigError: it is no such pair.
-    """
+    """The steps that `--profile=10:13` names, both ends included. Raises `ConfigError`: it is no such pair."""
     found = re.fullmatch("([0-9]{1,10}):([0-9]{1,10})", text)
     if not found or not 1 <= int(found[1]) <= int(found[2]):
         raise ConfigError(

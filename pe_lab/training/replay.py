@@ -12,6 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from pe_lab.checkpoints.families import leaf_paths
 from pe_lab.errors import SilentCorruption
 from pe_lab.model import Model
 from pe_lab.parallel import AxisRules, use_mesh
@@ -40,10 +41,7 @@ class Replay:
         distilled: tuple[Loss, Any] | None = None,
     ):
         self._every, self._mesh, self._show = every, mesh, show
-        self._names = [
-            jax.tree_util.keystr(path, simple=True, separator=".")
-            for path, _ in jax.tree_util.tree_leaves_with_path(model.shapes)
-        ]
+        self._names = list(leaf_paths(model.shapes))
         shardings = make_shardings(model, optimizer, mesh, rules)
         loss, of_schedule = distilled or (model, shardings.replicated)
         everywhere = PartitionSpec(mesh.axis_names)
@@ -82,11 +80,7 @@ class Replay:
         self._timed = False
 
     def check(self, step: int, state: TrainState, batch: Batch, schedule: Any) -> None:
-        """Computes the gradients of a step twice, if it is due.
-
-        Raises:
-          SilentCorruption: they differ; names devices and processes.
-        """
+        """Computes the gradients of a step twice, if it is due; `SilentCorruption` names devices where they differ."""
         if step % self._every:
             return
         began = time.perf_counter()

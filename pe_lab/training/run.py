@@ -23,15 +23,8 @@ from pe_lab.config import Config
 from pe_lab.data.held_out import validation_batches
 from pe_lab.data.needles import NeedleWindows
 from pe_lab.data.pipeline import Pipeline, build_pipeline
-from pe_lab.data.tokenizers import (
-    KIND_FILE,
-    Tokenizer,
-    load_saved_tokenizer,
-    load_tokenizer,
-    same_ids,
-    save_tokenizer,
-)
-from pe_lab.errors import CheckpointError, ConfigError, UserError
+from pe_lab.data.tokenizers import KIND_FILE, Tokenizer, load_saved_tokenizer, load_tokenizer, same_ids, save_tokenizer
+from pe_lab.errors import CheckpointError, ConfigError, UserError, within
 from pe_lab.model import Model
 from pe_lab.parallel import AxisRules
 from pe_lab.parallel.topology import chip_of
@@ -71,22 +64,15 @@ def peak_flops() -> Peak:
 
 @dataclass(frozen=True, repr=False)
 class Run:
-    """A run that is open: its plan, with the steps of epochs, its data, and what this start of it measures with.
-
-    Attributes:
-      mixtures: of each phase, the sources of its data as JSON.
-      peak: of the devices, of which MFU is a fraction.
-      ledger: of the time of all phases.
-      profiler: counts the steps of all phases, and traces some.
-    """
+    """A run that is open: its plan, with the steps of epochs, its data, and what this start of it measures with."""
 
     plan: RunPlan
     workdir: AnyPath
-    mixtures: tuple[Sequence[dict[str, Any]], ...]
+    mixtures: tuple[Sequence[dict[str, Any]], ...]  # of each phase, the sources of its data as JSON
     tokenizer: Tokenizer
-    peak: Peak
-    ledger: Ledger
-    profiler: Profiler
+    peak: Peak  # of the devices, of which MFU is a fraction
+    ledger: Ledger  # of the time of all phases
+    profiler: Profiler  # counts the steps of all phases, and traces some
 
     @functools.cached_property
     def out(self) -> Any:
@@ -127,11 +113,7 @@ class Run:
         return found
 
     def language_model(self, phase: str = "") -> LanguageModel:
-        """The `LanguageModel` of the last checkpoint, or of that of a phase.
-
-        Raises:
-          CheckpointError: there is none, or it is damaged.
-        """
+        """The `LanguageModel` of the last checkpoint, or of that of a phase; `CheckpointError` if none can be read."""
         from pe_lab.language_model import load
 
         return load(self.workdir / phase if phase else self.workdir)
@@ -151,10 +133,7 @@ class Run:
 def open_run(
     plan: RunPlan, workdir: str | AnyPath, ledger: Ledger | None = None, profiler: Profiler | None = None
 ) -> Run:
-    """Opens (or prepares) the data of a plan, and checks the checkpoints that it starts from.
-
-    Writes nothing to `workdir`; what its checkpoints have read counts for phases of `epochs`. Without a ledger the time
-    is not kept.
+    """Opens (or prepares) the data of a plan, and checks the checkpoints that it starts from; writes to no workdir.
 
     Raises:
       UserError: the data or a checkpoint is missing, damaged, or does not fit; a tracker cannot be opened.
@@ -214,30 +193,22 @@ def _check_tokenizer(source: CheckpointSource, tokenizer: Tokenizer, where: str)
 def _with_steps(plan: RunPlan, pipelines: Sequence[Pipeline], workdir: AnyPath) -> Config:
     """The config with the steps of phases that have `epochs`; checks that no source runs dry in any phase.
 
-    Both count from the last checkpoint on, because the batches before it may have had another size. A phase that was
-    made longer has the steps that `--until` gave it.
+    Both count from the last checkpoint on, because the batches before it may have had another size.
     """
     phases = []
     for i, (phase, pipeline) in enumerate(zip(plan.config.phases, pipelines, strict=True)):
-        try:
-            _set_position(pipeline, workdir / phase.name / DIRECTORY)
+        with within(f"config.phases[{i}] ('{phase.name}')"):
+            if kept := steps_in(checkpoints := workdir / phase.name / DIRECTORY):
+                with contextlib.suppress(CheckpointError, LookupError, TypeError):
+                    if (state := stored_metadata(checkpoints / str(kept[-1]))["data_state"]) is not None:
+                        pipeline.set_state(state)
             if phase.epochs and not phase.prolonged:
                 phase = dataclasses.replace(phase, steps=pipeline.steps_of(phase.epochs))
             if phase.epochs:
                 learning_rate(phase.optimizer, phase.steps, phase.prolonged)
             pipeline.check_supply(phase.steps)
-        except UserError as error:
-            raise type(error)(f"config.phases[{i}] ('{phase.name}'): {error}") from None
         phases.append(phase)
     return dataclasses.replace(plan.config, phases=tuple(phases))
-
-
-def _set_position(pipeline: Pipeline, checkpoints: AnyPath) -> None:
-    """Moves a pipeline to the position of a phase's last checkpoint, if there is one that can be read."""
-    if kept := steps_in(checkpoints):
-        with contextlib.suppress(CheckpointError, LookupError, TypeError):
-            if (state := stored_metadata(checkpoints / str(kept[-1]))["data_state"]) is not None:
-                pipeline.set_state(state)
 
 
 def open_pipeline(plan: RunPlan, phase: PhasePlan, state: Mapping[str, Any] | None = None) -> Pipeline:

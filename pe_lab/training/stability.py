@@ -30,19 +30,9 @@ class History(NamedTuple):
     count: Any  # int32 scalar: how many there are
 
 
-class SkipPolicy(NamedTuple):
-    """Which updates the compiled step does not apply."""
-
-    nonfinite: bool
-    spikes: bool
-    sigma: float
-    window: int
-
-
-def skip_policy(config: StabilityConfig) -> SkipPolicy | None:
-    """The policy that is compiled into the step; None if the step applies every update."""
-    nonfinite, spikes = config.on_nonfinite == "skip", config.on_spike == "skip"
-    return SkipPolicy(nonfinite, spikes, config.spike_sigma, config.window) if nonfinite or spikes else None
+def skip_policy(config: StabilityConfig) -> StabilityConfig | None:
+    """The config, where the compiled step skips updates; None if it applies every update."""
+    return config if "skip" in (config.on_nonfinite, config.on_spike) else None
 
 
 def empty_history(window: int, xp: Any = jnp) -> History:
@@ -120,15 +110,11 @@ class Monitor:
     """Judges every step of a phase from its metrics, on the host, and keeps the history that a checkpoint saves.
 
     The judgement is a function of the phase's losses and gradient norms alone, so that all processes come to the same
-    one, and a resumed run too.
-
-    Args:
-      saved: what `state` returned at the checkpoint; None at the start of a phase.
+    one, and a resumed run too. `saved` is the `state` of the checkpoint; None at the start of a phase.
     """
 
     def __init__(self, config: StabilityConfig, saved: Mapping[str, Any] | None = None):
         self._config = config
-        self._policy = skip_policy(config)
         self.skips_in_a_row = int(saved["skips_in_a_row"]) if saved else 0
         history = empty_history(config.window, np)
         if saved:
@@ -159,16 +145,14 @@ class Monitor:
             and is_spike(self.history, loss, grad_norm, self._config.spike_sigma, np)
         ):
             cause, action = "spike", self._config.on_spike
-        event = Event(step, action, cause, float(loss), float(grad_norm), *self._means()) if action else None
+        means: tuple[float | None, float | None] = (None, None)
+        if count := int(self.history.count):
+            means = float(np.mean(self.history.losses[-count:])), float(np.mean(self.history.grad_norms[-count:]))
+        event = Event(step, action, cause, float(loss), float(grad_norm), *means) if action else None
         if action in ("", "warn"):
             self.history = push(self.history, loss, grad_norm, True, np)
         self.skips_in_a_row = self.skips_in_a_row + 1 if action == "skip" else 0
         return event
-
-    def _means(self) -> tuple[float | None, float | None]:
-        if not (count := int(self.history.count)):
-            return None, None
-        return float(np.mean(self.history.losses[-count:])), float(np.mean(self.history.grad_norms[-count:]))
 
 
 class Rewind(Exception):

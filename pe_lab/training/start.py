@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pe_lab.checkpoints.checkpoint import Checkpoint, new_id, open_checkpoint, open_source
+from pe_lab.checkpoints.checkpoint import Checkpoint, open_checkpoint, open_source
 from pe_lab.checkpoints.locating import DIRECTORY, FORMER, first_line
+from pe_lab.checkpoints.source import parameter_shardings
 from pe_lab.checkpoints.store import Store, templates
 from pe_lab.checkpoints.surgery import FREE_FIELDS, NOTHING, change, change_qk_norm, check_same_shape, lineage_entry
-from pe_lab.config import DistillConfig, ModelConfig, PhaseConfig
-from pe_lab.errors import CheckpointError, ConfigError, DataError, EncodingError, StoreError, UserError
+from pe_lab.config import DistillConfig, ModelConfig, PhaseConfig, TransitionConfig
+from pe_lab.errors import CheckpointError, ConfigError, DataError, EncodingError, StoreError, within
 from pe_lab.identity import change_text, changed, may_change
 from pe_lab.model import Flops, Model, Params, train_flops_per_token
 from pe_lab.model.distillation import DistilledInputs, DistilledLoss, learns
@@ -33,7 +33,7 @@ from pe_lab.training.logs import checkpoint_metadata, mark_complete, write_phase
 from pe_lab.training.plan import PhasePlan
 from pe_lab.training.run import Run, held_out_batches, open_pipeline
 from pe_lab.training.stability import Monitor
-from pe_lab.training.step import Shardings, TrainState, init_state, parameter_shardings, place_batch
+from pe_lab.training.step import Shardings, TrainState, init_state, place_batch
 
 
 class Start(NamedTuple):
@@ -68,33 +68,25 @@ def is_complete(run: Run, phase: PhasePlan, store: Store) -> bool:
 
 
 def start_phase(
-    run: Run,
-    phase: PhasePlan,
-    previous: AnyPath | None,
-    store: Store,
-    optimizer: optax.GradientTransformation,
-    shardings: Shardings,
-    schedule: Schedule,
-    show: Callable[[str], None],
+    run: Run, phase: PhasePlan, previous: AnyPath | None, store: Store, shardings: Shardings, schedule: Schedule
 ) -> Start:
-    """Reads or makes the state that a phase starts with.
+    """Reads or makes the state that a phase starts with; its schedule is on the devices.
 
     In this order: the last readable checkpoint in `store`, the phase's own; a child of `init_from` or of `previous`,
-    the last checkpoint of the previous phase, which is saved as step 0; random parameters. The schedule is on the
-    devices; `show` prints a line.
+    the last checkpoint of the previous phase, which is saved as step 0; random parameters.
 
     Raises:
       CheckpointError: a checkpoint is damaged or does not fit.
       DataError: the data has changed since the previous phase.
     """
     model = run.models[phase.index]
-    new_state = functools.partial(init_state, model, optimizer, policy=run.plan.policy)  # from parameters
+    new_state = functools.partial(init_state, model, run.plan.optimizer(phase), policy=run.plan.policy)
     if store.steps():
-        return _resume(run, phase, store, model, new_state, shardings, show)
+        return _resume(run, phase, store, new_state, shardings)
     source = phase.config.init_from or previous
     if not source or source == "random":
         make = jax.jit(lambda key: new_state(model.init(key)), out_shardings=shardings.state)
-        entry = lineage_entry(f"initialized at random, seed {run.config.seed}", new_id(), "", 0)
+        entry = lineage_entry(f"initialized at random, seed {run.config.seed}", "", 0)
         return Start(make(jax.random.key(run.config.seed)), 0, 0, [entry], None)
 
     parent = open_checkpoint(source, mesh=run.mesh, rules=run.rules)
@@ -116,24 +108,19 @@ def start_phase(
         params, changed = _change_qk_norm(run, phase, parent, shardings, schedule)
         what = changed if what == NOTHING else f"{what}; {changed}"
     path = run.workdir / phase.name / DIRECTORY / "0"
-    lineage = [*parent.metadata["lineage"], lineage_entry(what, new_id(), str(path), 0)]
-    show(f"{phase.name}: from {parent.path}: {what}")
+    lineage = [*parent.metadata["lineage"], lineage_entry(what, str(path), 0)]
+    run.out.print(f"{phase.name}: from {parent.path}: {what}")
     store.save(0, params, None, checkpoint_metadata(run, phase, lineage, 0, None))
     store.wait()
     return Start(jax.jit(new_state, out_shardings=shardings.state)(params), 0, 0, lineage, None)
 
 
 def _resume(
-    run: Run,
-    phase: PhasePlan,
-    store: Store,
-    model: Model,
-    new_state: Callable[[Params], TrainState],
-    shardings: Shardings,
-    show: Callable[[str], None],
+    run: Run, phase: PhasePlan, store: Store, new_state: Callable[[Params], TrainState], shardings: Shardings
 ) -> Start:
     """The state of the last whole checkpoint. Later ones are moved away, and their steps trained again."""
-    template = templates(jax.eval_shape(new_state, model.shapes), shardings.state)
+    show, shapes = run.out.print, run.models[phase.index].shapes
+    template = templates(jax.eval_shape(new_state, shapes), shardings.state)
     if phase.config.prolonged:
         _set_former_aside(phase, store, show)
     without_manifest = store.uncommitted()
@@ -164,7 +151,7 @@ def _resume(
         lineage = metadata["lineage"][:-1]  # the last entry has the steps so far, and is written anew
         if changes:
             show(f"{phase.name}: {changes}")
-            lineage = metadata["lineage"] + [lineage_entry(changes, new_id(), metadata["lineage"][-1]["path"], step)]
+            lineage = metadata["lineage"] + [lineage_entry(changes, metadata["lineage"][-1]["path"], step)]
         return Start(state, step, tokens, lineage, metadata["data_state"], judged, metadata.get("log"))
     raise CheckpointError(
         f"No checkpoint of '{store.directory.parent}' can be read. To train the phase again, rename that "
@@ -173,11 +160,7 @@ def _resume(
 
 
 def _changes(run: Run, phase: PhasePlan, metadata: Mapping[str, Any]) -> str:
-    """What has changed in the config since a checkpoint was written, as far as training goes on with it; "" if nothing.
-
-    Raises:
-      CheckpointError: the checkpoint is of another run, or of another phase.
-    """
+    """What has changed in the config since a checkpoint, in words; `CheckpointError` for another run or phase."""
     if metadata["phase"] != phase.name:
         raise CheckpointError(f"It is of phase '{metadata['phase']}'.")
     before = metadata["config"]
@@ -266,24 +249,15 @@ def _change_qk_norm(
 
 @dataclass(frozen=True)
 class StepInputs:
-    """The third argument of a train step, by the step.
+    """The third argument of a train step, by the step."""
 
-    Attributes:
-      schedule: of the phase, on the devices.
-      distilled: as `compile_train_step` takes it; None without a teacher.
-      flops: per token, of the teacher's forward pass.
-      teacher: parameters and schedule of the teacher.
-      transition: of a phase whose encoding changes gradually.
-      until: the step at which the transition ends.
-    """
-
-    schedule: Schedule
+    schedule: Schedule  # of the phase, on the devices
     shardings: Shardings
-    distilled: tuple[DistilledLoss, DistilledInputs] | None = None
-    flops: Flops = Flops(0.0, 0.0)
+    distilled: tuple[DistilledLoss, DistilledInputs] | None = None  # of a teacher, as `compile_train_step` takes it
+    flops: Flops = Flops(0.0, 0.0)  # per token, of the teacher's forward pass
     teacher: tuple[Params, Schedule] | None = None
-    transition: ScheduleTransition | None = None
-    until: float = 0.0
+    transition: ScheduleTransition | None = None  # of a phase whose encoding changes gradually
+    until: float = 0.0  # the step at which the transition ends
 
     def at(self, step: int) -> Any:
         """The schedule of a step, counted from 0, or `DistilledInputs` of a phase that distils."""
@@ -295,20 +269,9 @@ class StepInputs:
 
 
 def step_inputs_of(
-    run: Run,
-    phase: PhasePlan,
-    previous: AnyPath | None,
-    schedule: Schedule,
-    shardings: Shardings,
-    show: Callable[[str], None],
+    run: Run, phase: PhasePlan, previous: AnyPath | None, schedule: Schedule, shardings: Shardings
 ) -> StepInputs:
-    """What the steps of a phase get; its teacher is opened.
-
-    Args:
-      previous: the last checkpoint of the previous phase.
-      schedule: of the phase, on the devices.
-      shardings: of the phase's state.
-      show: prints a line.
+    """What the steps of a phase get, whose schedule is on the devices; its teacher is opened.
 
     Raises:
       UserError: the teacher or the start of the transition cannot be read, or does not fit.
@@ -316,31 +279,25 @@ def step_inputs_of(
     start: Any = phase.config.init_from or previous
     start = None if start == "random" else start
     found = StepInputs(schedule, shardings)
-    if learns(phase.config.distill):
-        found = _with_teacher(found, run, phase, start, show)
     if phase.config.transition is not None:
-        found = _with_transition(found, run, phase, start, show)
-    return found
-
-
-def _with_teacher(found: StepInputs, run: Run, phase: PhasePlan, start: Any, show: Callable[[str], None]) -> StepInputs:
+        moved, until = _transition(run, phase, phase.config.transition, start)
+        found = dataclasses.replace(found, transition=moved, until=until)
     how, model = phase.config.distill, run.models[phase.index]
-    assert how is not None
+    if not learns(how):
+        return found
     source = start if how.teacher == "init" else how.teacher
     if not source:
         raise ConfigError(
             f"{phase.where}: distill.teacher is 'init', the checkpoint that the phase starts from, and it starts at "
             "random. Name a teacher's checkpoint."
         )
-    try:
+    with within(f"{phase.where}.distill"):
         its = open_checkpoint(source, mesh=run.mesh, rules=run.rules)
         shape = dataclasses.replace(its.model, **{name: getattr(model.config, name) for name in FREE_FIELDS})
         length = phase.config.sequence_length
         schedule = build_schedule(its.layers, shape.heads, shape.kv_heads, shape.head_dim, length)
         distilled = distilled_loss(model, shape, schedule, how, run.mesh, run.rules)
-    except UserError as error:
-        raise type(error)(f"{phase.where}.distill: {error}") from None
-    show(f"{phase.name}: learns from {its.path} too")
+    run.out.print(f"{phase.name}: learns from {its.path} too")
     flops = train_flops_per_token(shape, length, schedule.structure).forward
     schedule = jax.device_put(schedule, found.shardings.replicated)
     return dataclasses.replace(found, distilled=distilled, flops=flops, teacher=(its.params, schedule))
@@ -349,23 +306,17 @@ def _with_teacher(found: StepInputs, run: Run, phase: PhasePlan, start: Any, sho
 def distilled_loss(
     model: Model, shape: ModelConfig, schedule: Schedule, how: DistillConfig, mesh: Mesh, rules: AxisRules
 ) -> tuple[DistilledLoss, DistilledInputs]:
-    """The loss of a model with a teacher of a shape and a schedule, and the shardings of its inputs.
-
-    Raises:
-      ConfigError: the teacher's shape does not fit.
-    """
+    """The loss of a model with a teacher, and its inputs' shardings; `ConfigError` if the teacher does not fit."""
     teacher = Model(shape, backward=False, hooks=schedule.hooks)
     replicated = NamedSharding(mesh, PartitionSpec())
     placed = DistilledInputs(replicated, parameter_shardings(teacher, mesh, rules), replicated)
     return DistilledLoss(model, teacher, how), placed
 
 
-def _with_transition(
-    found: StepInputs, run: Run, phase: PhasePlan, start: Any, show: Callable[[str], None]
-) -> StepInputs:
-    how, model = phase.config.transition, run.models[phase.index].config
-    assert how is not None
-    try:
+def _transition(run: Run, phase: PhasePlan, how: TransitionConfig, start: Any) -> tuple[ScheduleTransition, float]:
+    """The transition of a phase, and the step until which it lasts."""
+    model = run.models[phase.index].config
+    with within(f"{phase.where}.transition"):
         if how.start != "init":
             before = layers(how.start, model.layers)
         elif start:
@@ -374,8 +325,6 @@ def _with_transition(
             raise ConfigError("start is 'init', and the phase starts at random. Name an encoding.")
         first = build_schedule(before, model.heads, model.kv_heads, model.head_dim, phase.config.sequence_length)
         moved = ScheduleTransition(first, phase.schedule, how.how)
-    except UserError as error:
-        raise type(error)(f"{phase.where}.transition: {error}") from None
     until = how.until * phase.config.steps
-    show(f"{phase.name}: the encoding changes gradually until step {until:.0f} ({how.how})")
-    return dataclasses.replace(found, transition=moved, until=until)
+    run.out.print(f"{phase.name}: the encoding changes gradually until step {until:.0f} ({how.how})")
+    return moved, until

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,25 +11,28 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from pe_lab.checkpoints.source import parameter_shardings
+from pe_lab.config import StabilityConfig
 from pe_lab.model import LossSums, Model, Params
+from pe_lab.model.distillation import DistilledLoss
 from pe_lab.parallel import AxisRules, use_mesh
 from pe_lab.parallel.compiler import compiler_options
 from pe_lab.positional import Schedule
-from pe_lab.training.stability import History, SkipPolicy, empty_history, is_spike, push
+from pe_lab.training.stability import History, empty_history, is_spike, push
 
 Batch = Mapping[str, Any]  # tokens, targets, weights [B, T]; segments and positions [B, T] where documents are masked
+Loss = Model | DistilledLoss  # what a step trains, by its `training_loss`
 BATCH_AXES = ("batch", None)  # only activations are sharded over a context axis, and in another order
 
 
 class RandomPositions(NamedTuple):
     """Positions drawn in each step: one per token, ascending, below `longest` (Ruoss et al. 2023).
 
-    `seed` is the seed of the run and the index of the phase. The draw is a function of it and of the step, so a resumed
-    run draws the same positions.
+    The draw is a function of the seed and of the step, so a resumed run draws the same positions.
     """
 
     longest: int
-    seed: tuple[int, int]
+    seed: tuple[int, int]  # of the run, and the index of the phase
 
     def draw(self, step: jax.Array, length: int) -> jax.Array:
         """[1, length] int32, without repetition; the same for the whole batch, as in the paper's code."""
@@ -47,14 +50,6 @@ class RandomPositions(NamedTuple):
         return {**batch, "positions": jnp.broadcast_to(drawn, batch["tokens"].shape)}
 
 
-@runtime_checkable
-class Loss(Protocol):
-    """What a step trains: a `Model`, or the loss of one that learns from a teacher (`model.distillation`)."""
-
-    def training_loss(self, params: Params, batch: Batch, schedule: Any) -> tuple[jax.Array, LossSums]:
-        """The sum over tokens of weight times loss, and its parts; `schedule` is the step's argument of that name."""
-
-
 class TrainState(NamedTuple):
     """The state that a train step updates."""
 
@@ -65,10 +60,10 @@ class TrainState(NamedTuple):
 
 
 def init_state(
-    model: Model, optimizer: optax.GradientTransformation, params: Params, policy: SkipPolicy | None = None
+    model: Model, optimizer: optax.GradientTransformation, params: Params, policy: StabilityConfig | None = None
 ) -> TrainState:
     """The state before the first step, from parameters."""
-    history = empty_history(policy.window) if policy and policy.spikes else ()
+    history = empty_history(policy.window) if policy and policy.on_spike == "skip" else ()
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), history)
 
 
@@ -96,7 +91,7 @@ def train_step(
     state: TrainState,
     batch: Batch,
     schedule: Any,
-    policy: SkipPolicy | None = None,
+    policy: StabilityConfig | None = None,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """One update on the mean loss per unit of weight over the whole batch.
 
@@ -105,8 +100,8 @@ def train_step(
 
     The metrics have the numbers of `Auxiliary` too, by their names, as means over the batch.
 
-    With a `policy`, the update of a step that it refuses is not applied, and the metric `skipped` is 1; the learning
-    rate goes on as if the step had been taken.
+    The update of a step that the `policy` skips is not applied, and the metric `skipped` is 1; the learning rate goes
+    on as if the step had been taken.
     """
     total = batch["weights"].sum()
     total = jnp.where(total > 0, total, 1.0)  # a batch of chats may have no answer: its loss and gradient are 0
@@ -121,10 +116,10 @@ def train_step(
         return TrainState(state.step + 1, params, optimizer_state, state.history), metrics
 
     skipped, history = jnp.zeros((), bool), state.history
-    if policy.nonfinite:
+    if policy.on_nonfinite == "skip":
         skipped = ~(jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"]))
-    if policy.spikes:
-        skipped |= is_spike(history, metrics["loss"], metrics["grad_norm"], policy.sigma)
+    if policy.on_spike == "skip":
+        skipped |= is_spike(history, metrics["loss"], metrics["grad_norm"], policy.spike_sigma)
         history = push(history, metrics["loss"], metrics["grad_norm"], ~skipped)
 
     def unless_skipped(new: Any, old: Any) -> Any:
@@ -148,23 +143,12 @@ class Shardings(NamedTuple):
     replicated: NamedSharding
 
 
-def parameter_shardings(model: Model, mesh: Mesh, rules: AxisRules) -> Params:
-    """The sharding of each parameter; a `UserError` names one that does not divide over the mesh."""
-
-    def place(path: tuple[Any, ...], shape: jax.ShapeDtypeStruct, axes: tuple[str, ...]) -> NamedSharding:
-        return rules.sharding(
-            mesh, axes, shape.shape, "parameter " + jax.tree_util.keystr(path, simple=True, separator=".")
-        )
-
-    return jax.tree_util.tree_map_with_path(place, model.shapes, model.axes)
-
-
 def make_shardings(
     model: Model,
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
     rules: AxisRules,
-    policy: SkipPolicy | None = None,
+    policy: StabilityConfig | None = None,
 ) -> Shardings:
     """Shardings of state and batch from logical axes. Optimizer moments are sharded as their parameters."""
     replicated = NamedSharding(mesh, PartitionSpec())
@@ -178,7 +162,7 @@ def make_shardings(
         is_leaf=lambda node: isinstance(node, optax.MaskedNode),  # Muon's matrices have no moments of AdamW
     )
     batch = NamedSharding(mesh, rules.spec(BATCH_AXES))
-    history = History(replicated, replicated, replicated) if policy and policy.spikes else ()
+    history = History(replicated, replicated, replicated) if policy and policy.on_spike == "skip" else ()
     return Shardings(TrainState(replicated, params, optimizer_state, history), batch, replicated)
 
 
@@ -190,14 +174,13 @@ def compile_train_step(
     accumulate: int = 1,
     random_positions: RandomPositions | None = None,
     options: Mapping[str, Any] | None = None,
-    policy: SkipPolicy | None = None,
+    policy: StabilityConfig | None = None,
     distilled: tuple[Loss, Any] | None = None,
 ) -> Any:
     """The jitted step: (state, batch, schedule) -> (state, metrics). The old state is donated.
 
-    Args:
-      options: of the recipe; they override those of `parallel.compiler`.
-      distilled: the loss of a model with a teacher, and the shardings of what replaces the schedule.
+    `options` of the recipe override those of `parallel.compiler`. `distilled` is the loss of a model with a teacher,
+    and the shardings of what replaces the schedule.
     """
     shardings = make_shardings(model, optimizer, mesh, rules, policy)
     loss, of_schedule = distilled or (model, shardings.replicated)

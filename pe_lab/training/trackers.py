@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import math
 import os
 import queue
 import secrets
@@ -18,9 +17,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-from pe_lab.config import Config, LogConfig, to_json
+from pe_lab.config import Config, to_json
 from pe_lab.errors import ConfigError, UnsupportedError, did_you_mean, excerpt
 from pe_lab.storage import AnyPath, is_remote, read_bytes, write_file, write_json
 
@@ -32,8 +31,7 @@ WANDB_FILE = "wandb.json"
 WRITER = Path(__file__).with_name("wandb_writer.py")
 
 
-@runtime_checkable
-class Tracker(Protocol):
+class Tracker:
     """Where numbers are shown. Its methods run on a thread of their own, and may block or raise."""
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -56,17 +54,13 @@ class Session:
     directory: AnyPath  # of the phase
     resume_step: int
     skip: int  # steps up to this one (-1: none) were written earlier, and are computed again with the same result
-    config: Config | None  # of the run, the hyperparameters
-
-    @property
-    def log(self) -> LogConfig:
-        return LogConfig() if self.config is None else self.config.log
+    config: Config  # of the run
 
 
 class Background:
-    """A tracker on its own thread, behind a bounded queue: `write`, `flush` and `close` neither block nor raise.
+    """A tracker on its own thread, behind a bounded queue: `write` and `flush` neither block nor raise.
 
-    What the tracker cannot take is left out, which a line says once. `close` waits, for `CLOSE_SECONDS` at most.
+    What the tracker cannot take is left out, which a line says once. `close` waits for `CLOSE_SECONDS` at most.
     """
 
     def __init__(self, name: str, make: Callable[[], Tracker], show: Callable[[str], None]):
@@ -129,7 +123,7 @@ def _reason(error: Exception) -> str:
     return excerpt(f"{type(error).__name__}: {text}" if text else type(error).__name__).rstrip(".")
 
 
-class TensorBoard:
+class TensorBoard(Tracker):
     """The TensorBoard events of a session, in `tensorboard/` of the phase.
 
     tensorboardX's `SummaryWriter` has a thread that ends at the first failure, and then its queue fills up; here the
@@ -148,9 +142,9 @@ class TensorBoard:
         directory = Path(self._copied.name if self._copied else str(self._target))
         directory.mkdir(parents=True, exist_ok=True)
         self._writer = EventsWriter(str(directory / "events"))
-        if session.resume_step == 0 and session.config is not None:
+        if session.resume_step == 0:
             self._add(Event(step=0, summary=text("config", json.dumps(to_json(session.config), indent=1))))
-        if session.resume_step:
+        else:
             start = SessionLog(status=SessionLog.START)
             self._add(Event(step=session.resume_step + 1, session_log=start))
 
@@ -179,20 +173,16 @@ class TensorBoard:
         if self._copied is not None:
             self._copied.cleanup()
 
-    def abandon(self) -> None:
-        """Nothing: the thread ends with the process."""
 
-
-class Wandb:
+class Wandb(Tracker):
     """A run of Weights & Biases, written by a process of its own: `wandb_writer.py`.
 
     All phases and all starts of a run are one run of W&B, whose id is in wandb.json of the workdir; metrics are named
-    `PHASE/NAME` and drawn over `PHASE/step`. Steps that an earlier session sent, and that are computed again, are not
-    sent again.
+    `PHASE/NAME` and drawn over `PHASE/step`.
     """
 
     def __init__(self, session: Session):
-        workdir, wanted = session.directory.parent, session.log.wandb
+        workdir, wanted = session.directory.parent, session.config.log.wandb
         known = {}
         with contextlib.suppress(Exception):  # missing, or damaged: a new run of W&B
             known = json.loads(read_bytes(workdir / WANDB_FILE))
@@ -200,17 +190,16 @@ class Wandb:
             known = {"id": secrets.token_hex(4)}
             write_json(workdir / WANDB_FILE, known)
         directory = tempfile.mkdtemp(prefix="pe_lab_wandb_") if is_remote(workdir) else str(workdir)
-        name = session.config.name if session.config else workdir.name
         init = {
             "id": known["id"],
-            "name": name,
+            "name": session.config.name,
             "project": wanted.project,
             "entity": wanted.entity or None,
             "group": wanted.group or None,
             "tags": list(wanted.tags),
             "mode": wanted.mode,
             "dir": directory,
-            "config": None if session.config is None else to_json(session.config),
+            "config": to_json(session.config),
         }
         self._skip = session.skip
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
@@ -244,9 +233,6 @@ class Wandb:
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else f"its process ended with status {self._process.returncode}"
 
-    def flush(self) -> None:
-        """Nothing: the process has every record."""
-
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._process.stdin.close()  # type: ignore[union-attr]
@@ -268,12 +254,7 @@ TRACKERS: dict[str, Callable[[Session], Tracker]] = {"tensorboard": TensorBoard,
 
 
 def check_trackers(names: Sequence[str], wandb_mode: str, workdir: AnyPath) -> None:
-    """Refuses trackers that cannot be opened.
-
-    Raises:
-      ConfigError: a name is unknown, or W&B's files would be lost.
-      UnsupportedError: the package is not installed.
-    """
+    """`UserError` for a tracker that is unknown or not installed, or W&B's whose files would be lost."""
     for i, name in enumerate(names):
         if name not in TRACKERS:
             raise ConfigError(f"config.log.trackers[{i}] is '{name}'. {did_you_mean(name, list(TRACKERS))}")
@@ -292,14 +273,6 @@ def check_trackers(names: Sequence[str], wandb_mode: str, workdir: AnyPath) -> N
 
 def open_trackers(session: Session, show: Callable[[str], None]) -> list[Background]:
     """The trackers of `log.trackers`, each on its own thread; `show` prints a line."""
-    names = [n for n in session.log.trackers if not (n == "wandb" and session.log.wandb.mode == "disabled")]
+    log = session.config.log
+    names = [n for n in log.trackers if not (n == "wandb" and log.wandb.mode == "disabled")]
     return [Background(name, lambda name=name: TRACKERS[name](session), show) for name in dict.fromkeys(names)]
-
-
-def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """The finite numbers of a log's record, without its step."""
-    return {
-        key: value
-        for key, value in record.items()
-        if key != "step" and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    }

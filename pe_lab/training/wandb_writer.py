@@ -1,8 +1,8 @@
 """Sends the records of standard input to Weights & Biases.
 
-pe_lab starts this file as a process of its own, so that W&B's library cannot slow, stop or outlive training. It imports
-nothing of pe_lab. The first line of the input has the arguments of `wandb.init`, the prefix of the names, and the
-seconds that W&B may take to finish once pe_lab has ended; every other line has the numbers of one step.
+pe_lab starts this file as a process of its own, so that W&B's library cannot slow, stop or outlive training. The first
+line of the input has the arguments of `wandb.init`, the prefix of the names, and the seconds that W&B may take once
+pe_lab has ended; every other line has the numbers of one step.
 """
 
 import json

@@ -24,8 +24,8 @@ from pe_lab.checkpoints.locating import (
     tokenizer_directory,
 )
 from pe_lab.checkpoints.native import NativeSource
-from pe_lab.checkpoints.store import Retention, Store, metadata_of, templates
-from pe_lab.config import MeshConfig, ModelConfig, to_json
+from pe_lab.checkpoints.store import Store, metadata_of, templates
+from pe_lab.config import CheckpointConfig, MeshConfig, ModelConfig, to_json
 from pe_lab.errors import ConfigError, DataError, SaveFailed, UserError
 from pe_lab.identity import config_hash
 from pe_lab.model import Model
@@ -221,7 +221,7 @@ def test_a_save_under_way_does_not_see_the_next_steps(tmp_path):
     state = {"a": jnp.zeros((size,)), "b": jnp.zeros((2, size))}
     config = ModelConfig(vocab_size=128, layers=2, d_model=16, d_ff=32, heads=2, kv_heads=2, head_dim=8)
     described = layers("nope", 2)
-    store = Store(tmp_path / "checkpoints", Retention(steps))
+    store = Store(tmp_path / "checkpoints", CheckpointConfig(keep=steps))
     for step in range(1, steps + 1):
         state = advance(state)
         store.save(step, state, state, metadata_of(config, described))
@@ -239,7 +239,7 @@ def test_a_save_under_way_does_not_see_the_next_steps(tmp_path):
 
 def test_only_the_last_few_are_kept_and_later_ones_can_be_set_aside(tmp_path):
     config = ModelConfig(vocab_size=128, layers=2, d_model=16, d_ff=32, heads=2, kv_heads=2, head_dim=8)
-    store = Store(tmp_path / "checkpoints", Retention(3))
+    store = Store(tmp_path / "checkpoints", CheckpointConfig(keep=3))
     for step in (0, 5, 10, 15, 20):
         store.save(step, {"a": jnp.ones(3)}, None, metadata_of(config, layers("nope", 2)))
     store.wait()
@@ -256,7 +256,7 @@ def test_only_the_last_few_are_kept_and_later_ones_can_be_set_aside(tmp_path):
     store.close()
 
 
-def small_store(directory: Path, retention: Retention | None = None):
+def small_store(directory: Path, retention: CheckpointConfig | None = None):
     """A store, and a function that saves arrays of a value at a step."""
     config = ModelConfig(vocab_size=128, layers=2, d_model=16, d_ff=32, heads=2, kv_heads=2, head_dim=8)
     store = Store(directory / "checkpoints", retention)
@@ -269,7 +269,7 @@ def small_store(directory: Path, retention: Retention | None = None):
 
 
 def test_retention_keeps_the_latest_multiples_milestones_and_the_best(tmp_path):
-    store, save = small_store(tmp_path, Retention(latest=2, every=20, milestones=(15,), best="validation_loss"))
+    store, save = small_store(tmp_path, CheckpointConfig(keep_every=20, milestones=(15,), best="validation_loss"))
     for step, loss in ((5, 3.0), (10, 1.0), (15, 2.0), (20, 4.0), (25, 1.0), (30, 5.0), (35, 6.0)):
         save(step, validation_loss=loss)
     store.wait()
@@ -279,7 +279,7 @@ def test_retention_keeps_the_latest_multiples_milestones_and_the_best(tmp_path):
 
 def test_a_checkpoint_that_a_killed_process_did_not_delete_is_deleted_on_demand(tmp_path, monkeypatch):
     """A process that is killed after the commit of step 4, before the deletion of step 1."""
-    store, save = small_store(tmp_path, Retention(3))
+    store, save = small_store(tmp_path, CheckpointConfig(keep=3))
     for step in (1, 2, 3, 4):
         if step == 4:
             store.wait()
@@ -288,7 +288,7 @@ def test_a_checkpoint_that_a_killed_process_did_not_delete_is_deleted_on_demand(
     store.wait()
     store.close()
     assert store.steps() == [1, 2, 3, 4]
-    after = Store(store.directory, Retention(3))
+    after = Store(store.directory, CheckpointConfig(keep=3))
     assert after.steps() == [1, 2, 3, 4]  # the newest may be damaged: nothing is deleted before it was restored
     after.delete_old()
     assert after.steps() == [2, 3, 4]

@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 
-from pe_lab.checkpoints.locating import lineage_entry
 from pe_lab.checkpoints.surgery import change, check_same_shape
 from pe_lab.config import ModelConfig
 from pe_lab.errors import UserError
@@ -68,7 +67,3 @@ def test_the_qk_norm_may_differ_where_surgery_changes_it():
         check_same_shape(model, normed, "It")
     with pytest.raises(UserError, match="d_ff 32 -> 64"):
         check_same_shape(model, dataclasses.replace(normed, d_ff=64), "It", change_qk_norm=True)
-
-
-def test_an_entry_of_the_lineage():
-    assert lineage_entry("dropped", "abc", "runs/x", 3) == {"id": "abc", "what": "dropped", "path": "runs/x", "step": 3}

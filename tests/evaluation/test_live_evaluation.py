@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tiny
 
+from pe_lab.checkpoints.source import parameter_shardings
 from pe_lab.config import MeshConfig
 from pe_lab.data.tokenizers import ByteTokenizer
 from pe_lab.errors import UserError
@@ -15,7 +16,6 @@ from pe_lab.evaluation.variants import Subject
 from pe_lab.model import Model
 from pe_lab.parallel import AxisRules, make_mesh, put
 from pe_lab.positional import Rope, layers
-from pe_lab.training.step import parameter_shardings
 
 LENGTHS = (16, 32)
 VARIANTS = ("as trained", "cropped", "YaRN")

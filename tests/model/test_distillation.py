@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pe_lab.checkpoints.source import parameter_shardings
 from pe_lab.config import DistillConfig, MeshConfig, ModelConfig
 from pe_lab.errors import ConfigError
 from pe_lab.model import Model
 from pe_lab.model.distillation import DistilledInputs, DistilledLoss, learns
 from pe_lab.parallel import AxisRules, make_mesh, use_mesh
 from pe_lab.positional import NoPE, Rope, build_schedule, layers
-from pe_lab.training.step import parameter_shardings
 
 SHAPE = dict(vocab_size=32, layers=2, d_model=16, d_ff=32, heads=2, kv_heads=2, dtype="float32", loss_chunks=3)
 MODEL = Model(ModelConfig(**SHAPE))

@@ -10,6 +10,7 @@ import pytest
 
 import pe_lab.model.programs
 import pe_lab.parallel.sharding
+from pe_lab.checkpoints.source import parameter_shardings
 from pe_lab.config import MeshConfig, ModelConfig
 from pe_lab.errors import UserError
 from pe_lab.model import Decoder, GenerationRequest, GenerationStatistics, Model, Sampling, Schedules
@@ -41,7 +42,6 @@ from pe_lab.positional import (
     rnope_swa,
 )
 from pe_lab.positional.notebook import NotebookBias, NotebookYarn
-from pe_lab.training.step import parameter_shardings
 
 TINY = ModelConfig(vocab_size=64, layers=2, d_model=32, d_ff=48, heads=4, kv_heads=2, head_dim=8, dtype="float32")
 TOLERANCE = 1e-4

@@ -5,8 +5,9 @@ import pytest
 
 from pe_lab.config import MeshConfig
 from pe_lab.errors import ConfigError
-from pe_lab.parallel import check_batch, make_mesh, mesh_shape
+from pe_lab.parallel import check_batch, make_mesh
 from pe_lab.parallel.compiler import topology_devices, wrap_around
+from pe_lab.parallel.sharding import mesh_shape
 from pe_lab.parallel.topology import parse_topology
 
 

@@ -7,7 +7,8 @@ import jax
 import pytest
 
 from pe_lab.errors import DataError
-from pe_lab.parallel import deal, first_then_others, is_first, on_first, one_program, shared, work_sharing
+from pe_lab.parallel import first_then_others, is_first, on_first, one_program, processes, shared
+from pe_lab.parallel.processes import deal
 
 
 def test_every_process_gets_one_of_consecutive_pieces_and_an_equal_load():
@@ -93,20 +94,20 @@ class PerThread:
 def run(monkeypatch):
     """Runs a function in several processes; returns what each returned or raised, and what the store has left."""
     local, store = threading.local(), Store()
-    monkeypatch.setattr(work_sharing, "_program", PerThread(local))
+    monkeypatch.setattr(processes, "_program", PerThread(local))
 
     def connect(self, together):
         self.together = together
 
-    monkeypatch.setattr(work_sharing._SharedProgram, "connect", connect)
-    monkeypatch.setattr(work_sharing, "start_processes", lambda: None)
-    monkeypatch.setattr(work_sharing.contextlib, "redirect_stdout", work_sharing.contextlib.nullcontext)
+    monkeypatch.setattr(processes._SharedProgram, "connect", connect)
+    monkeypatch.setattr(processes, "start_processes", lambda: None)
+    monkeypatch.setattr(processes.contextlib, "redirect_stdout", processes.contextlib.nullcontext)
 
     def run(function, count, **options):
         found = [None] * count
 
         def process(index):
-            local.program = work_sharing._SharedProgram()
+            local.program = processes._SharedProgram()
             local.program.client, local.program.index, local.program.count = store, index, count
             try:
                 with one_program(**options):

@@ -18,6 +18,7 @@ from tiny_runs import REPOSITORY
 from pe_lab import storage
 from pe_lab.errors import ConfigError, DataError, StoreError
 from pe_lab.storage import logs, paths
+from pe_lab.storage.directories import copies_directory
 from pe_lab.storage.manifest import crc32c, manifest_of
 
 
@@ -279,11 +280,11 @@ def test_a_copy_is_made_once_for_each_content_and_is_whole(root, bucket, tmp_pat
     def refuse(copied):
         raise DataError(f"{copied.name} is damaged")
 
-    before = set(storage.copies_directory().iterdir())
+    before = set(copies_directory().iterdir())
     storage.write_file(root / "file", b"whole")
     with pytest.raises(DataError, match="file is damaged"):
         storage.local_copy(root / "file", refuse)
-    assert set(storage.copies_directory().iterdir()) == before
+    assert set(copies_directory().iterdir()) == before
     assert storage.local_copy(root / "file").read_bytes() == b"whole"
     assert storage.local_copy(tmp_path) == tmp_path
     with pytest.raises(DataError, match="There is no"):

@@ -1,6 +1,5 @@
 """The files of a run: logs that continue, run.json, and workdirs that belong to one config."""
 
-import functools
 import json
 import time
 
@@ -8,16 +7,14 @@ import jax
 import pytest
 from tiny_runs import records
 
+from pe_lab.config import Config
 from pe_lab.storage.manifest import crc32c, sealed
-from pe_lab.terminal import console
 from pe_lab.training.logs import PhaseLogs, mark_complete
-from pe_lab.training.trackers import Session, open_trackers
 
 
 def opened(directory, resume_step):
     """The logs of a phase, with TensorBoard."""
-    session = functools.partial(Session, directory, resume_step, config=None)
-    return PhaseLogs(directory, resume_step, trackers=lambda skip: open_trackers(session(skip), console().print))
+    return PhaseLogs(directory, resume_step, config=Config())
 
 
 def write(directory, resume_step, *records, name="metrics"):

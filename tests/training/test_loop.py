@@ -80,12 +80,12 @@ def test_learned_values_of_encodings_are_logged_by_layer_where_the_loss_is_valid
     assert "t5.table" in out and "ssmax.scale" in out  # `describe`, at the start
 
 
-def test_another_evaluator_runs_in_the_loop_and_is_logged_under_its_prefix(tmp_path, monkeypatch):
+def test_another_evaluator_runs_in_the_loop_and_is_logged(tmp_path, monkeypatch):
     made = loop._programs
 
     def with_probe(*args):
         programs = made(*args)
-        probe = Evaluator("validation", lambda step, params: {"step": 2.0 * step}, 3, prefix="probe/")
+        probe = Evaluator("validation", lambda step, params: {"probe/step": 2.0 * step}, 3)
         return programs._replace(evaluators=[*programs.evaluators, probe])
 
     monkeypatch.setattr(loop, "_programs", with_probe)

@@ -11,9 +11,10 @@ from real_material import xprof
 from tiny_runs import finish, start, train_on_one_device, write_recipe
 
 from pe_lab.errors import ConfigError
+from pe_lab.model import Flops
 from pe_lab.train import main
-from pe_lab.training.ledger import WAITS, Ledger, StepTimes
-from pe_lab.training.logs import speed_text
+from pe_lab.training.ledger import Ledger
+from pe_lab.training.logs import WAITS, Speed, speed_text
 from pe_lab.training.profiling import parse_steps
 
 
@@ -24,7 +25,7 @@ def one_device(monkeypatch):
 
 def test_a_steps_time_is_what_was_waited_for_and_the_rest(monkeypatch):
     clock = iter([0.0, 0.02, 0.05, 0.06, 0.1, 0.12])  # at the start and the end of each wait
-    times = StepTimes(Ledger())
+    times = Speed(Ledger(), 0, 1, Flops(0.0, 0.0), 0.0)
     with monkeypatch.context() as patch:
         patch.setattr(time, "perf_counter", lambda: next(clock))
         for what in ("device", "input", "device"):
@@ -45,7 +46,7 @@ def test_a_steps_time_is_what_was_waited_for_and_the_rest(monkeypatch):
 
 @pytest.mark.parametrize(("backend", "seconds"), [("cpu", 0.5), ("tpu", 0.0)])
 def test_a_cpu_computes_a_step_as_it_is_started(monkeypatch, backend, seconds):
-    clock, times = iter([0.0, 0.5]), StepTimes(Ledger())
+    clock, times = iter([0.0, 0.5]), Speed(Ledger(), 0, 1, Flops(0.0, 0.0), 0.0)
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     with monkeypatch.context() as patch:
         patch.setattr(time, "perf_counter", lambda: next(clock))

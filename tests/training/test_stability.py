@@ -37,7 +37,6 @@ from pe_lab.training.stability import (
     MOST_REWINDS,
     MOST_SKIPS,
     Monitor,
-    SkipPolicy,
     empty_history,
     is_spike,
     push,
@@ -133,7 +132,7 @@ def leaves(state):
 def test_a_step_that_is_not_skipped_is_that_of_no_policy_and_a_skipped_one_changes_nothing():
     schedule = build_schedule(layers(Rope(), 2), 2, 2, 8)
     plain, one = compiled(None)
-    guarded, other = compiled(SkipPolicy(nonfinite=True, spikes=True, sigma=6.0, window=8))
+    guarded, other = compiled(StabilityConfig(on_nonfinite="skip", on_spike="skip", spike_sigma=6.0, window=8))
     assert jax.tree.structure(one.history) == jax.tree.structure(())  # the step without a policy has no history
     for number in range(4):
         one, metrics = plain(one, random_batch(number), schedule)
@@ -153,7 +152,7 @@ def test_a_step_that_is_not_skipped_is_that_of_no_policy_and_a_skipped_one_chang
 
 
 def test_a_step_that_may_skip_overwrites_the_moments_without_copying_them():
-    step, state = compiled(SkipPolicy(nonfinite=True, spikes=True, sigma=6.0, window=8))
+    step, state = compiled(StabilityConfig(on_nonfinite="skip", on_spike="skip", spike_sigma=6.0, window=8))
     schedule = build_schedule(layers(Rope(), 2), 2, 2, 8)
     program = step.lower(state, random_batch(0), schedule).compile().as_text()
     assert re.findall(r"\w+\[[\d,]+\]\S* copy\(%state_optimizer\w+", program) == []

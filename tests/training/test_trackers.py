@@ -19,19 +19,15 @@ from pe_lab.config import Config, LogConfig, WandbConfig
 from pe_lab.errors import ConfigError, UnsupportedError
 from pe_lab.training import trackers
 from pe_lab.training.logs import PhaseLogs
-from pe_lab.training.trackers import Background, Session, Wandb, check_trackers, open_trackers
+from pe_lab.training.trackers import Background, Session, Wandb, check_trackers
 
 
 def logs_of(directory, resume_step, left_out=(), config=None) -> PhaseLogs:
     """The logs of a phase, with the trackers of a config."""
-
-    def opened(skip):
-        return open_trackers(Session(directory, resume_step, skip, config), print)
-
-    return PhaseLogs(directory, resume_step, left_out, trackers=opened)
+    return PhaseLogs(directory, resume_step, left_out, config=config or Config())
 
 
-class Listed:
+class Listed(trackers.Tracker):
     """A tracker that keeps what it is given."""
 
     def __init__(self, *_):
