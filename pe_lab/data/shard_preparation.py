@@ -116,13 +116,16 @@ class OpenPlan(NamedTuple):
         return self.directory / WORK / f"{kind}-{shard:05d}.{suffix}"
 
     def documents(self, shard: int) -> Iterator[Document]:
-        """The documents to read of one shard. `DataError` at one that is too long, see `Filters.check_length`."""
+        """The documents to read of one shard; `DataError` at one that cannot be read or is too long for the filters."""
         name = self.plan.shards[shard].name
-        for number, document in enumerate(
-            islice(self.source.read(self.plan.shards[shard]), self.plan.documents[shard])
-        ):
-            self.plan.filters.check_length(document, f"{name}, document {number}")
-            yield document
+        try:
+            for number, document in enumerate(
+                islice(self.source.read(self.plan.shards[shard]), self.plan.documents[shard])
+            ):
+                self.plan.filters.check_length(document, f"{name}, document {number}")
+                yield document
+        except OSError as error:  # else it would be taken for one of the output
+            raise DataError(f"data source '{self.plan.source.source}', {name}: {error}.") from error
 
     def count(self) -> int | None:
         """The number of documents to read; None if it is not known."""

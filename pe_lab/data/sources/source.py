@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -29,9 +30,11 @@ class DataSource(Protocol):
 
     name: str
 
+    @abstractmethod
     def shards(self) -> list[InputShard]:
         """The shards. Their documents, one shard after another, are those of the corpus, in its order."""
 
+    @abstractmethod
     def read(self, shard: InputShard) -> Iterator[Document]:
         """The documents of one shard. Raises `DataError` at one that cannot be read."""
 
@@ -44,6 +47,7 @@ class DataSource(Protocol):
         """The number of documents; None if it is not known without reading them."""
         return None
 
+    @abstractmethod
     def identity(self) -> Any:
         """JSON that changes with the corpus (file names and sizes, versions), as a key of the cache."""
 
