@@ -10,9 +10,7 @@ from jaxtyping import Array, Float, Int
 from pe_lab.attention.dispatch import IMPLEMENTATIONS, choose, layer_request
 from pe_lab.attention.hooks import (
     distance_bias,
-    encode,
-    hook_inputs,
-    index_positions,
+    encoded,
     key_bias,
     logit_functions,
     output,
@@ -66,13 +64,9 @@ def attention(
     B, T, H, K = query.shape
     G = key.shape[2]
     check_heads(H, G)
-    hooks, inputs_of_hooks, own_value = encoding.hooks, [], value
+    hooks, own_value = encoding.hooks, value
     functions = logit_functions(hooks, query)
-    if hooks.hooks:
-        at = jnp.asarray(index_positions(T)) if positions is None else positions
-        x = jnp.zeros((B, T, 0), query.dtype) if x is None else x
-        inputs_of_hooks, _ = hook_inputs(hooks, x, segments=segments)
-        query, key = encode(hooks, query, key, at, inputs_of_hooks)
+    query, key, inputs_of_hooks = encoded(hooks, query, key, x, positions, segments)
     structure = LayerStructure(
         rotates=encoding.cos is not None,
         slopes=encoding.slope is not None,

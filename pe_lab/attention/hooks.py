@@ -134,6 +134,23 @@ def encode(
     return query, key
 
 
+def encoded(
+    hooks: Hooks,
+    query: Float[Array, "B T H K"],
+    key: Float[Array, "B T G K"],
+    x: Float[Array, "B T D"] | None,
+    positions: Int[Array, "#B T"] | None,
+    segments: Int[Array, "B T"] | None,
+) -> tuple[Float[Array, "B T H any"], Float[Array, "B T heads any"], list[Array]]:
+    """Queries and keys of whole sequences after all hooks, and what each encoding takes for x (see `hook_inputs`)."""
+    if not hooks.hooks:
+        return query, key, []
+    x = jnp.zeros((*query.shape[:2], 0), query.dtype) if x is None else x
+    inputs, _ = hook_inputs(hooks, x, segments=segments)
+    positions = jnp.asarray(index_positions(query.shape[1])) if positions is None else positions
+    return *encode(hooks, query, key, positions, inputs), inputs
+
+
 def _encoded(
     encoding: Encoding, params: Any, query: Array, key: Array, positions: Array, x: Array
 ) -> tuple[Float[Array, "B T H any"], Float[Array, "B T heads any"]]:

@@ -125,6 +125,22 @@ class AttentionInputs:
 
         return self.of_tokens(whole, whole)
 
+    def compared(self) -> dict[str, tuple[Int[Array, "#B T"], Int[Array, "#B S"]]]:
+        """The arrays of queries and keys that kernels compare: segments, and positions for slopes."""
+        positions = (self.query_positions, self.key_positions) if self.slope is not None else (None, None)
+        pairs = {"segments": (self.query_segments, self.key_segments), "positions": positions}
+        return {
+            name: (queries.astype(jnp.int32), keys.astype(jnp.int32))
+            for name, (queries, keys) in pairs.items()
+            if queries is not None and keys is not None
+        }
+
+    def slots(self, count: int, keys: int) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+        """`start` and `used` of each of `count` sequences with this many keys."""
+        start = 0 if self.start is None else self.start.astype(jnp.int32)
+        used = keys if self.used is None else jnp.minimum(self.used, keys)
+        return tuple(jnp.broadcast_to(jnp.asarray(x, jnp.int32), (count,)) for x in (start, used))
+
 
 class PartialAttention(NamedTuple):
     """Attention to some of the keys, with the logsumexp that merging with attention to other keys requires.
@@ -154,8 +170,10 @@ class KeyBlockGradients(NamedTuple):
 
 
 KeyBlockKernel = Callable[..., PartialAttention]  # `chunked_key_block`, `tpu_key_block` or `gpu_key_block`
-# (query, key, value, inputs, logsumexp [B, H, T] of all keys, inner [B, H, T], d_out [B, H, T, K]) -> gradients.
-# `inner` is the sum over channels of d_out times the output of the whole attention, minus the gradient of the
+# (query, key, value, inputs, logsumexp [B, H, T], inner [B, H, T], d_out [B, H, T, K]) -> gradients, float32.
+# Queries are rotated and scaled, keys rotated: inputs have neither a rotation nor functions of logits. The logsumexp is
+# of all keys, of which these are a part, and MASKED for queries that see none. d_out is the gradient of the output of
+# the whole attention. `inner` is the sum over channels of d_out times that output, minus the gradient of the
 # logsumexp: the gradient of a logit is p (d_out . value - inner), with p = exp(logit - logsumexp).
 KeyBlockGradient = Callable[..., KeyBlockGradients]
 
@@ -230,6 +248,21 @@ class OnlineSoftmax(NamedTuple):
         return OnlineSoftmax(highest, self.total * shrink + weights.sum(-1), self.out * shrink[..., None] + update)
 
 
+def visible(
+    distance: Int[Array, "T S"], inputs: AttentionInputs, used: Bool[Array, " S"] | None = None
+) -> Bool[Array, "#B T S"]:
+    """Which keys queries see: none that is later, not `used`, out of the window or in another segment."""
+    mask = distance >= 0
+    if inputs.window is not None:
+        mask = mask & (distance < inputs.window)
+    mask = mask[None]
+    if used is not None:
+        mask = mask & used
+    if inputs.query_segments is not None and inputs.key_segments is not None:
+        mask = mask & (inputs.query_segments[:, :, None] == inputs.key_segments[:, None, :])
+    return mask
+
+
 def masked_logits(
     query: Float[Array, "B G M T K"],
     key: Float[Array, "B G S K"],
@@ -258,13 +291,7 @@ def masked_logits(
         logits += heads_of_groups(bias, G)
     if inputs.key_bias is not None:
         logits += heads_of_groups(inputs.key_bias, G)[:, :, :, None].astype(jnp.float32)
-    window = inputs.window
-    mask = (distance >= 0)[None] if window is None else ((distance >= 0) & (distance < window))[None]
-    if used is not None:
-        mask = mask & used
-    if inputs.query_segments is not None and inputs.key_segments is not None:
-        mask = mask & (inputs.query_segments[:, :, None] == inputs.key_segments[:, None, :])
-    return jnp.where(mask[:, None, None], logits, MASKED)
+    return jnp.where(visible(distance, inputs, used)[:, None, None], logits, MASKED)
 
 
 def block_rotations(rotation: KeyRotation, blocks: int, size: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:

@@ -296,9 +296,12 @@ class Model:
         schedule: Schedule,
     ) -> Float[Array, "B T V"]:
         """Next-token logits, float32. Arguments as in `hidden`."""
-        x = self.hidden(params, tokens, positions, segments, schedule)
-        weights = self.unembedding(params).astype(x.dtype)
-        return jnp.einsum("btd,vd->btv", x, weights, preferred_element_type=jnp.float32)
+        return self.logits(params, self.hidden(params, tokens, positions, segments, schedule))
+
+    def logits(self, params: Params, hidden: Float[Array, "*tokens D"]) -> Float[Array, "*tokens V"]:
+        """Float32 logits from the output of the final norm."""
+        weights = self.unembedding(params).astype(hidden.dtype)
+        return jnp.einsum("...d,vd->...v", hidden, weights, preferred_element_type=jnp.float32)
 
     def unembedding(self, params: Params) -> Float[Array, "V D"]:
         """The output embedding, which is the input embedding if they are tied."""

@@ -153,7 +153,11 @@ class Ending:
         if self._decode is None:
             return ""
         self._tokens.append(int(token))
-        return self._extend(self._complete())
+        text = self._pending()
+        if not text or text.endswith(INCOMPLETE):
+            return ""
+        self._from, self._read = self._read, len(self._tokens)
+        return self._extend(text)
 
     def finish(self) -> str:
         """Ends the text; returns the rest of it."""
@@ -168,18 +172,10 @@ class Ending:
 
     def _pending(self) -> str:
         """The undecoded part of the text. It is decoded with the tokens before, on which it may depend."""
-        if self._decode is None or self._read == len(self._tokens):
+        if self._read == len(self._tokens):
             return ""
         known = self._decode(self._tokens[self._from : self._read])
         return self._decode(self._tokens[self._from :])[len(known) :]
-
-    def _complete(self) -> str:
-        """The undecoded part of the text if it ends with a complete character, else ""."""
-        text = self._pending()
-        if not text or text.endswith(INCOMPLETE):
-            return ""
-        self._from, self._read = self._read, len(self._tokens)
-        return text
 
     def _extend(self, complete: str) -> str:
         before, self._whole = len(self._whole), self._whole + complete

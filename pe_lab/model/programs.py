@@ -140,15 +140,10 @@ class Programs:
         self.traces["whole", *tokens.shape] += 1
         x = self.model.hidden(params, tokens, None, None, schedule)
         last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
-        logits = jnp.einsum(
-            "bd,vd->bv", last, self.model.unembedding(params).astype(x.dtype), preferred_element_type=jnp.float32
-        )
-        return choose(logits, draw, sequences, lengths)
+        return choose(self.model.logits(params, last), draw, sequences, lengths)
 
     def _logits(self, params: Any, last: Float[Array, "B D"]) -> Float[Array, "B V"]:
-        x = self.model.final_norm(params, last)
-        weights = self.model.unembedding(params).astype(x.dtype)
-        return jnp.einsum("bd,vd->bv", x, weights, preferred_element_type=jnp.float32)
+        return self.model.logits(params, self.model.final_norm(params, last))
 
     def _step(
         self,

@@ -92,15 +92,10 @@ def gpu_key_block_gradient(
     *,
     interpret: bool = False,
 ) -> KeyBlockGradients:
-    """The gradients that come from one block of keys (Dao 2023, algorithm 2); arguments as in `KeyBlockGradient`.
+    """The gradients that come from one block of keys (Dao 2023, algorithm 2).
 
-    Args:
-      query, key, value: rotated; queries scaled.
-      inputs: without rotation and functions of logits. Sequences may start at different places.
-      logsumexp: of all keys, of which these are a part; MASKED for queries that see none.
-      inner: the sum over channels of d_out times the output of the whole attention, minus the logsumexp's gradient.
-      d_out: the gradient of the output of the whole attention; rounded to the dtype of the queries.
-      interpret: runs the kernels on a CPU.
+    Arguments as in `key_block.KeyBlockGradient`; d_out is rounded to the dtype of the queries, and `interpret` runs the
+    kernels on a CPU.
 
     Raises:
       UnsupportedError: a rotation or a function of logits.
@@ -217,16 +212,10 @@ def _arrays(
     if inputs.key_bias is not None:
         bias = inputs.key_bias.astype(jnp.float32)
         arrays["key bias"] = bias, spec(bias, all_keys)
-    pairs = {"segments": (inputs.query_segments, inputs.key_segments)}
-    if inputs.slope is not None:
-        pairs["positions"] = (inputs.query_positions, inputs.key_positions)
-    for what, pair in pairs.items():
-        if pair[0] is None or pair[1] is None:
-            continue
+    for what, pair in inputs.compared().items():
         for name, size, x in zip(("query", "key"), (all_queries, all_keys), pair, strict=True):
             row = of_row(x.shape[0])
-            block = pl.BlockSpec((None, size), lambda *place, row=row: (row(*place), 0))
-            arrays[f"{name} {what}"] = x.astype(jnp.int32), block
+            arrays[f"{name} {what}"] = x, pl.BlockSpec((None, size), lambda *place, row=row: (row(*place), 0))
     return arrays
 
 

@@ -26,6 +26,8 @@ from jaxtyping import Array, Float, Int
 from pe_lab.attention.kernels.tpu import (
     LANES,
     SUBLANES,
+    VMEM,
+    block_of,
     diagonal_sums,
     down,
     fetched,
@@ -33,6 +35,7 @@ from pe_lab.attention.kernels.tpu import (
     part,
     place,
     toeplitz,
+    visible_keys,
 )
 from pe_lab.attention.key_block import MASKED, AttentionInputs, KeyBlockGradients, check_block, padded
 from pe_lab.errors import UnsupportedError
@@ -83,22 +86,11 @@ class Scalars(NamedTuple):
     diagonal: Any
 
 
-def _block_of(token: Any, size: int, blocks: int) -> Any:
-    """The block of a token, or the last block if the token is later; -1 before the first token."""
-    return jnp.where(token < 0, -1, jnp.minimum(jax.lax.div(jnp.maximum(token, 0), size), blocks - 1))
-
-
 def _over_keys(static: TpuGradientStatic, b: Any, head: Any, i: Any, n: Any, *scalars: Any) -> GridStep:
     """The key blocks of a query block, grid [B, H, query blocks, visited key blocks]."""
     start, used, _ = Scalars(*scalars)
     first_query = start[b] + i * static.block
-    end = jnp.minimum(first_query + static.block, used[b])
-    last = jnp.where(
-        end > 0, jnp.minimum(jax.lax.div(jnp.maximum(end - 1, 0), static.block), static.key_blocks - 1), -1
-    )
-    first = 0
-    if static.window is not None:
-        first = jax.lax.div(jnp.maximum(first_query - static.window + 1, 0), static.block)
+    first, last = visible_keys(first_query, used[b], static.block, static.block, static.key_blocks, static.window)
     j = jnp.clip(first + n, 0, jnp.clip(last, 0, static.key_blocks - 1))
     return GridStep(b, head, i, j, first + n <= last)
 
@@ -112,7 +104,7 @@ def _over_queries(static: TpuGradientStatic, b: Any, g: Any, j: Any, n: Any, *sc
     last = static.query_blocks - 1
     if static.window is not None:
         end = first_key + static.block + static.window - 1 - start[b]
-        last = _block_of(end - 1, static.block, static.query_blocks)
+        last = block_of(end - 1, static.block, static.query_blocks)
     last = jnp.where(first_key < used[b], last, -1)
     m = jax.lax.rem(n, visited)
     i = jnp.clip(first + m, 0, jnp.clip(last, 0, static.query_blocks - 1))
@@ -306,7 +298,6 @@ WALKS = {query_kernel: _over_keys, key_kernel: _over_queries, diagonal_kernel: _
 
 
 BLOCK = 512  # queries and keys of a block of logits
-VMEM = 64 * 2**20  # the kernels' limit in bytes; a v5e, v5p or v6e core has at least this much
 
 # An array, the shape of its block (empty: all of it, as scalars), and the block's index at a step of the grid.
 Input = tuple[jax.Array, tuple[Any, ...], Callable[[GridStep, Scalars], tuple[Any, ...]]]
@@ -328,13 +319,9 @@ def tpu_key_block_gradient(
 ) -> KeyBlockGradients:
     """The gradients that come from a block of keys (Dao 2023, algorithm 2).
 
+    Arguments as in `key_block.KeyBlockGradient`, and these; d_out is multiplied in the dtype of values.
+
     Args:
-      query: rotated and scaled; G divides H.
-      key, value: rotated; any T and S; K even.
-      inputs: rows may start at different places.
-      logsumexp: of the logits of all keys, of which these are a part; MASKED for queries without visible keys.
-      inner: as in `key_block.KeyBlockGradient`.
-      d_out: the gradient of the output of the whole attention; multiplied in the dtype of values.
       block: queries and keys of a block of logits, a multiple of 128; by default 512, or fewer for fewer tokens.
       interpret: run on any platform, slowly.
 
@@ -349,9 +336,7 @@ def tpu_key_block_gradient(
     size = block or min(BLOCK, -(-max(T, S) // LANES) * LANES)
     channels_first = K % LANES != 0
     static = TpuGradientStatic(size, -(-T // size), -(-S // size), H // G, inputs.window, channels_first)
-    start = jnp.zeros(B, jnp.int32) if inputs.start is None else jnp.broadcast_to(inputs.start, (B,)).astype(jnp.int32)
-    used = S if inputs.used is None else jnp.minimum(inputs.used, S)
-    used = jnp.broadcast_to(jnp.asarray(used, jnp.int32), (B,))
+    start, used = inputs.slots(B, S)
     # The first block-diagonal with visible pairs: that of the smallest distance of at least 0.
     diagonal = jnp.maximum(-((start + size - 1) // size), 1 - static.key_blocks)
     scalars = Scalars(start, used, diagonal)
@@ -488,7 +473,7 @@ def _arrays(
 
     def row(x: jax.Array, of_keys: bool) -> Input:
         """Integers [rows, tokens]."""
-        x = padded(x.astype(jnp.int32), 1, size)[:, None]
+        x = padded(x, 1, size)[:, None]
 
         def index(step: GridStep, _: Scalars) -> tuple[Any, ...]:
             return step.b if x.shape[0] > 1 else 0, 0, step.key_block if of_keys else step.query_block
@@ -518,12 +503,8 @@ def _arrays(
         arrays["distance bias"] = table, fetched(table, size, size), of_table
     if inputs.key_bias is not None:
         arrays["key bias"] = heads(inputs.key_bias, True)
-    pairs = {"segments": (inputs.query_segments, inputs.key_segments)}
-    if inputs.slope is not None:
-        pairs["positions"] = (inputs.query_positions, inputs.key_positions)
-    for what, (queries, keys) in pairs.items():
-        if queries is not None and keys is not None:
-            arrays[f"query {what}"], arrays[f"key {what}"] = row(queries, False), row(keys, True)
+    for what, (queries, keys) in inputs.compared().items():
+        arrays[f"query {what}"], arrays[f"key {what}"] = row(queries, False), row(keys, True)
     return arrays
 
 
