@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -116,7 +117,9 @@ def cached_attention(
         at = at if empty is None else jnp.where(empty, -1, at)
         k, v = _block(cache.key, cache.layer, first, block), _block(cache.value, cache.layer, first, block)
         if cache.encoding is not None:
-            of_block = _block_encoding(cache.encoding, first, block)
+            rotations = cache.encoding.cos, cache.encoding.sin
+            part = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=block, axis=1)
+            of_block = LayerEncoding(*jax.tree.map(part, rotations))
             k = encode_keys(k.transpose(0, 2, 1, 3), of_block, H).transpose(0, 2, 1, 3)
         of_slots = None if cache.key_bias is None else _block(cache.key_bias, cache.layer, first, block)[..., 0]
         distance = positions[:, :, None] - at[:, None, :]
@@ -162,14 +165,6 @@ def _block(x: jax.Array, layer: jax.Array | int, first: jax.Array, block: int) -
     zero = jnp.zeros((), jnp.int32)
     sizes = (1, *x.shape[1:3], block, x.shape[4])
     return jax.lax.dynamic_slice(x, (jnp.asarray(layer, jnp.int32), zero, zero, first, zero), sizes)[0]
-
-
-def _block_encoding(encoding: LayerEncoding, first: jax.Array, block: int) -> LayerEncoding:
-    """The rotations of one block of slots."""
-    if encoding.cos is None or encoding.sin is None:
-        return encoding
-    cos, sin = (jax.lax.dynamic_slice_in_dim(x, first, block, axis=1) for x in (encoding.cos, encoding.sin))
-    return encoding._replace(cos=cos, sin=sin)
 
 
 def _logits(q: Float[Array, "B G M C K"], k: Float[Array, "B heads S K"]) -> Float[Array, "B G M C S"]:

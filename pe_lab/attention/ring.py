@@ -108,9 +108,7 @@ def _to_next_device(x: Any, static: _RingSettings) -> Any:
     return jax.tree.map(lambda a: jax.lax.ppermute(a, static.axis, [(i, (i + 1) % n) for i in range(n)]), x)
 
 
-def _forward(
-    query: jax.Array, key: jax.Array, value: jax.Array, inputs: AttentionInputs, static: _RingSettings
-) -> PartialAttention:
+def _forward_rule(query, key, value, inputs, static):  # noqa: ANN001, ANN202
     queries = _halves(query, 2)
 
     def visit(partials: list[PartialAttention], visitor: _Visitor, step: jax.Array) -> list[PartialAttention]:
@@ -135,13 +133,7 @@ def _forward(
     visitor = _Visitor(key, value, inputs.key_positions, inputs.key_segments, inputs.key_bias)
     (partials, visitor), _ = jax.lax.scan(step, (nothing, visitor), jnp.arange(static.size - 1))
     partials = visit(partials, visitor, jnp.asarray(static.size - 1))
-    return PartialAttention(
-        jnp.concatenate([p.out for p in partials], 2), jnp.concatenate([p.logsumexp for p in partials], 2)
-    )
-
-
-def _forward_rule(query, key, value, inputs, static):  # noqa: ANN001, ANN202
-    out, logsumexp = _forward(query, key, value, inputs, static)
+    out, logsumexp = (jnp.concatenate(halves, 2) for halves in zip(*partials, strict=True))
     found = PartialAttention(*checkpoint_name((out.astype(query.dtype), logsumexp), RESIDUALS))
     return found, (query, key, value, inputs, *found)
 
