@@ -6,7 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,11 +80,9 @@ class Programs:
     def allocate(self, layout: CacheLayout, count: int) -> Cache:
         """An empty cache for `count` sequences; `UnsupportedError` if there is less memory."""
         shapes = jax.tree.leaves(jax.eval_shape(self._allocate, layout, count))
-        needed = sum(shape.size * shape.dtype.itemsize for shape in shapes)
-        devices = jax.local_devices()[:1]
-        if self._mesh is not None:
-            devices = list(self._mesh.local_devices)
-            needed = needed * len(devices) // self._mesh.size
+        devices = jax.local_devices()[:1] if self._mesh is None else list(self._mesh.local_devices)
+        parts = 1 if self._mesh is None else self._mesh.size
+        needed = sum(shape.size * shape.dtype.itemsize for shape in shapes) * len(devices) // parts
         sequences = "one sequence" if count == 1 else f"{count} sequences"
         check_memory(
             needed,
@@ -93,12 +91,6 @@ class Programs:
             "Ask for fewer tokens or fewer sequences at a time.",
         )
         return self._allocate(layout, count)
-
-    def forward(
-        self, params: Any, cache: Cache, chunk: Chunk, schedule: Schedule
-    ) -> tuple[Float[Array, "B C D"], Cache]:
-        """`cache.forward_chunk` of this model with its kernel."""
-        return forward_chunk(self.model, params, cache, chunk, schedule, self.kernel)
 
     def _prefill(
         self,
@@ -112,7 +104,8 @@ class Programs:
     ) -> tuple[Float[Array, "B D"], Cache]:
         """Prefills tokens start .. start + C of prompts of `lengths`; `last` collects the output of each last token."""
         self.traces["prefill", *tokens.shape, cache.layout.capacity] += 1
-        x, cache = self.forward(params, cache, chunk_of(tokens, start, lengths), schedule)
+        chunk = chunk_of(tokens, start, lengths)
+        x, cache = forward_chunk(self.model, params, cache, chunk, schedule, self.kernel)
         return outputs_at((lengths - 1)[:, None], x, start, last[:, None])[:, 0], cache
 
     def _choose(
@@ -158,7 +151,7 @@ class Programs:
         """Reads one token of each sequence, at position `lengths`; returns the next ones, the lengths and the cache."""
         self.traces["decode", tokens.shape[0], 1, cache.layout.capacity] += 1
         chunk = Chunk(tokens[:, None], lengths[:, None], lengths, jnp.ones_like(lengths))
-        x, cache = self.forward(params, cache, chunk, schedule)
+        x, cache = forward_chunk(self.model, params, cache, chunk, schedule, self.kernel)
         logits = self._logits(params, x[:, 0])
         return choose(logits, draw, sequences, lengths + 1), lengths + 1, cache
 
@@ -202,13 +195,8 @@ class Programs:
                     )
         return plan(self.model.config, structure, follows, capacity, self.scan, kernel_rotates=self.kernel is not None)
 
-    @contextlib.contextmanager
-    def on_mesh(self) -> Iterator[None]:
-        if self._mesh is None:
-            yield
-        else:
-            with use_mesh(self._mesh, self._rules):
-                yield
+    def on_mesh(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self._mesh is None else use_mesh(self._mesh, self._rules)
 
     def place(self, tree: Any) -> Any:
         """Small arrays on the device or mesh of the programs.
@@ -347,7 +335,7 @@ class ChunkedForward(Programs):
     ) -> tuple[Float[Array, "B C D"], Cache]:
         B, C = tokens.shape
         chunk = chunk_of(tokens, start, jnp.broadcast_to(start + C, (B,)))
-        x, cache = self.forward(params, cache, chunk, schedule)
+        x, cache = forward_chunk(self.model, params, cache, chunk, schedule, self.kernel)
         return self.model.final_norm(params, x), cache
 
     def _forward_losses(
