@@ -106,9 +106,7 @@ def layer_request(
     """The request of one layer, for the devices that are being traced for.
 
     Args:
-      structure: of the layer's positional encoding.
       heads: query heads H, key-value heads G, and head_dim K.
-      dtype: of queries, keys and values.
       length: tokens of a sequence.
       segments: sequences hold several documents.
       positions: those of tokens are not their indices.

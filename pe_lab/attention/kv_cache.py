@@ -235,13 +235,11 @@ def write_and_attend(
     range; the partial results are merged by their logsumexp. No part of the cache moves between devices.
 
     Args:
-      kernel: as in `attend_to_cache`.
-      query: neither rotated nor scaled if `inputs` have a rotation, because devices count positions from their own
-        first slot; else rotated.
+      kernel, inputs: as in `attend_to_cache`, without `used`; start is equal in all sequences unless C is 1.
+      query: not scaled; not rotated if `inputs` have a rotation, because devices count positions from their own slots.
       key, value: of the new tokens, as they are cached.
       cache: without the new tokens.
       scale: of the logits.
-      inputs: as in `attend_to_cache`, without `used`; start is equal in all sequences unless C is 1.
 
     Returns:
       The attention, and the new keys and values of the cache.
@@ -286,7 +284,7 @@ def write_and_attend(
 def _written(
     cache: Float[Array, "L B G S K"], layer: jax.Array | int, new: Float[Array, "B C G K"], start: Int[Array, " B"]
 ) -> Float[Array, "L B G S K"]:
-    """A range of slots after the new tokens that belong into it are written; the first one belongs to slot `start`."""
+    """The cache with the new tokens that belong into its slots; the first one belongs to slot `start`."""
     B, C = new.shape[:2]
     S = cache.shape[3]
     if C == 1:

@@ -62,11 +62,8 @@ def ring_attention(
 ) -> Float[Array, "B H T V"]:
     """This device's part of causal attention, inside a `shard_map` over mesh axis `axis` of `size` devices.
 
-    Args:
-      query, key, value: this device's tokens, in `parallel.balanced_order`; queries and keys rotated, queries scaled.
-      inputs: of these tokens: slopes, biases, positions, segments, sinks, window and chunk.
-      axis, size: of the mesh.
-      pair: computes attention to a block of keys, and its gradient.
+    `query`, `key`, `value` and `inputs` are of this device's tokens, in `parallel.balanced_order`; queries and keys
+    rotated, queries scaled.
     """
     sink, inputs = inputs.sink, replace(inputs, sink=None)
     return with_sink(_ring(query, key, value, inputs, _RingSettings(axis, size, pair)), sink, query.dtype)

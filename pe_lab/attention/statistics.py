@@ -59,10 +59,8 @@ def attention_statistics(
 ) -> AttentionStatistics:
     """Statistics of the weights of `attention` for the same arguments, without a [T, T] array.
 
-    A sink has its part of the weights, as a key at distance 0.
-
-    Every query has one online softmax (Milakov & Gimelshein 2018) over the blocks of visible keys. Sums of weights, of
-    weighted logits and of weighted distances are relative to the highest logit so far.
+    A sink has its part of the weights, as a key at distance 0. One online softmax (Milakov & Gimelshein 2018) runs over
+    the blocks of visible keys.
 
     Args:
       query, key, encoding, x, positions, segments, window: as in `attention`: not rotated, not scaled.

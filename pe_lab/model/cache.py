@@ -131,10 +131,8 @@ def plan(
     """The layout of a cache for sequences of at most `capacity` tokens.
 
     Args:
-      config: a completed model config.
-      structure: of the schedule, one per layer.
-      follows: which layers' schedule depends on the length (`Layer.follows_length`).
-      capacity: tokens per sequence.
+      config: completed.
+      structure, follows: of each layer; `follows`: its schedule depends on the length (`Layer.follows_length`).
       scan: repeat equal layers by a scan; else each layer is its own pattern.
       kernel_rotates: a kernel reads caches, and it can rotate keys as it reads them.
     """
@@ -153,8 +151,7 @@ def plan(
 
 
 def _plain(structure: LayerStructure) -> bool:
-    """Whether a kernel supports the layer's hooks: those that change only queries, keys and outputs, or add a relative
-    bias."""
+    """Whether a kernel supports the layer's hooks: they change queries, keys and outputs, or add a relative bias."""
     return hook_features(structure.hooks, positions=False) <= {"distance bias"}
 
 

@@ -227,11 +227,8 @@ class Model:
         """The positional encoding of one layer, for attention.
 
         Args:
-          arrays: the layer's part of `layer_arrays`.
-          structure: the compiled part of its encoding.
-          positions: of the tokens.
+          arrays, learned: the layer's part of `layer_arrays` and of `layers.positional`.
           tables: cos and sin, if they are computed already.
-          learned: the layer's part of `layers.positional`.
         """
         fixed_freq, gain, slope, logit_scale = arrays
         cos, sin, rotation = None, None, None
@@ -355,7 +352,7 @@ class ForwardPass(NamedTuple):
 
 
 class LossSums(NamedTuple):
-    """Sums over the tokens of a batch of weight times the logged loss, and times each auxiliary number."""
+    """Sums over a batch's tokens of weight times the logged loss, and times each auxiliary number."""
 
     loss: Float[Array, ""]
     auxiliary: dict[str, Float[Array, ""]]
@@ -394,10 +391,8 @@ def in_order(values: Shaped[Array, "B T"], length: int, places: Int[np.ndarray, 
 def _reordered(
     tokens: Int[Array, "B T"], positions: Int[Array, "#B T"] | None, segments: Int[Array, "B T"] | None
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, np.ndarray | None]:
-    """Tokens, positions and segments in the order of a context axis, and the place of each token.
-
-    A sequence that does not divide is padded at its end, where causality hides the padding.
-    """
+    """Tokens, positions and segments in the order of a context axis, and the place of each token."""
+    # A sequence that does not divide is padded at its end, where causality hides the padding.
     parts, length = context_size(), tokens.shape[1]
     if parts == 1:
         return tokens, positions, segments, None
@@ -420,10 +415,7 @@ def layer_arrays(schedule: Schedule) -> tuple[jax.Array | np.ndarray, ...]:
 def _repeat(
     group: Any, x: jax.Array, data: Any, learned: Any, repetition: Repetition, scan: bool
 ) -> tuple[jax.Array, Any]:
-    """Applies `group` (one period of layers) `repetition.repeats` times to its part of the stacked `data`.
-
-    `learned` is stacked over the repeats (`learned_of_repetition`). What `group` returns beside x is stacked.
-    """
+    """Applies `group`, one period of layers, to each of its parts of `data`; what it returns beside x is stacked."""
     stop = repetition.start + repetition.period * repetition.repeats
     part = jax.tree.map(
         lambda a: a[repetition.start : stop].reshape(repetition.repeats, repetition.period, *a.shape[1:]), data

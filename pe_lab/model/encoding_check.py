@@ -44,7 +44,6 @@ class Check:
     """One property of an encoding.
 
     Attributes:
-      name: of the property.
       found: whether it holds; None: not measured here.
       claimed: whether the encoding says that it holds; None: every encoding must, or it says nothing.
       detail: the largest difference, or the reason why nothing was measured.

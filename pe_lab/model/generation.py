@@ -251,18 +251,13 @@ class Decoder(Programs):
         decode: Decode | None = None,
         statistics: GenerationStatistics | None = None,
     ) -> list[Ending]:
-        """Continues prompts until each has ended, or has `max_new_tokens`.
+        """The continuation of each prompt, ids and text, until it has ended or has `max_new_tokens`.
 
         Args:
           weights: from `prepare`, to reuse between calls.
           prompts: token ids [n] each, of any lengths, without padding.
-          schedules: the positional encoding.
-          request: how prompts are continued.
           decode: ids -> text; needed for text and for stop strings.
           statistics: counts and seconds are added to it.
-
-        Returns:
-          The continuation of each prompt: its ids and its text.
 
         Raises:
           ConfigError: an empty prompt, ids outside the vocabulary, a prompt longer than the cache, stop strings without
@@ -323,10 +318,7 @@ class Decoder(Programs):
 
 
 class _GenerationBatch:
-    """A batch in generation: its KV cache, its lengths, and the schedule of the cache.
-
-    `numbers` are the prompts' numbers, on which sampling depends.
-    """
+    """A batch in generation; `numbers` are those of the prompts, on which sampling depends."""
 
     def __init__(
         self,

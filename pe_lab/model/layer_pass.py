@@ -22,16 +22,12 @@ from pe_lab.positional import LayerStructure, Schedule
 
 
 class LayerView(NamedTuple):
-    """What a measurement sees of one layer.
+    """What a measurement sees of one layer; `positions`, `segments` and `window` as in `attention`.
 
     Attributes:
       x: the input of the layer, the residual stream.
       normed: the input of its attention, after the norm.
       query, key, value: projected and normalized, not rotated, not scaled.
-      encoding: the positional encoding of the layer.
-      positions, segments: of the tokens; None: counted from 0, one document.
-      window: the number of tokens that a query attends to; None: all.
-      params: the layer's parameters.
       number: of the layer; traced, so that all layers of a structure share a program.
       block: tokens of a block, for measurements in blocks.
     """
@@ -82,7 +78,7 @@ def layer_pass(
     computed.
 
     Args:
-      model, params, tokens, schedule, positions, segments: as `Model.hidden` takes them.
+      params, tokens, schedule, positions, segments: as `Model.hidden` takes them.
       measure: (view, data) -> a pytree of arrays, in a compiled program. It is part of the program's identity: pass a
         function of a module or a frozen dataclass, not a new lambda for each call.
       layers: which to measure; None: all.
@@ -113,10 +109,7 @@ def advance(
     """The residual stream at the input of layer `stop`, from `x`, that at the input of layer `start`.
 
     The input of layer 0 is `embed`'s, and that of layer N the output of the last layer. Layers of one structure share
-    a compiled program.
-
-    Args:
-      model, params, schedule, positions, segments: as `Model.hidden` takes them.
+    a compiled program. Other arguments as in `layer_pass`.
     """
     run = _runner(model, params, schedule, positions, segments)
     x = jnp.array(x)  # a copy, because each layer's program reuses its input's memory

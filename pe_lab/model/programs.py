@@ -199,11 +199,8 @@ class Programs:
         return contextlib.nullcontext() if self._mesh is None else use_mesh(self._mesh, self._rules)
 
     def place(self, tree: Any) -> Any:
-        """Small arrays on the device or mesh of the programs.
-
-        They are committed to a device, like the outputs of a program: an uncommitted argument would need another
-        compilation.
-        """
+        """Small arrays on the device or mesh of the programs."""
+        # They are committed, like the outputs of a program: an uncommitted argument would need another compilation.
         if self._mesh is None:
             return jax.device_put(tree, self._device)
         return put(tree, NamedSharding(self._mesh, PartitionSpec()))
@@ -257,13 +254,8 @@ CHUNK = 512  # tokens per chunk
 class ChunkedForward(Programs):
     """The losses and hidden states of a forward pass, for sequences that are too long for one pass.
 
-    A pass over a whole sequence has the activations of all its tokens in memory. This one has those of a chunk, and the
-    keys and values of all layers. All chunks use the schedule for the whole length, so that the result does not depend
-    on the chunks.
-
-    Args:
-      config, mesh, rules: as `Programs` takes them.
-      chunk: tokens per chunk.
+    In memory are the activations of a `chunk` of tokens, and the keys and values of all layers. All chunks use the
+    schedule for the whole length, so that the result does not depend on them.
     """
 
     def __init__(

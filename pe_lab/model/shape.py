@@ -150,7 +150,7 @@ def train_flops_per_token(
     They are computed from the shape, because compilers count the body of a scan only once.
 
     Args:
-      config: a completed model config (`model.complete`).
+      config: completed (`model.complete`).
       sequence_length: T of the training windows.
       structure: of the layers; their windows matter for the causal count. None: full attention.
     """

@@ -87,7 +87,7 @@ def iota(size: int) -> jax.Array:
 def load(
     ref: Any, *at: Any, down: jax.Array | None = None, across: jax.Array | None = None, other: float = 0
 ) -> jax.Array:
-    """A block or a row of `ref`; `other` where the mask of its first or of its last axis is false."""
+    """A block or a row of `ref`; `other` where the mask of its first or last axis is false."""
     if sum(isinstance(one, pl.Slice) for one in at) > 1:
         down, across = (None if down is None else down[:, None]), (None if across is None else across[None])
     mask = across if down is None else down if across is None else down & across
