@@ -16,7 +16,6 @@ from pe_lab.attention.bias import (
     table_gradient,
     toeplitz_block,
 )
-from pe_lab.attention.gradient import Pair, attend, rotated_keys, whole_sequence
 from pe_lab.attention.key_block import (
     FLOOR,
     MASKED,
@@ -25,11 +24,15 @@ from pe_lab.attention.key_block import (
     Keys,
     OnlineSoftmax,
     Outputs,
+    Pair,
     PartialAttention,
     Queries,
     Values,
+    attend,
     masked_logits,
     padded,
+    rotated_keys,
+    whole_sequence,
 )
 from pe_lab.attention.reference import attention_to_all
 from pe_lab.errors import UnsupportedError

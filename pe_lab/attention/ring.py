@@ -12,7 +12,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from pe_lab.attention.gradient import Pair, gradient_of_inputs
 from pe_lab.attention.key_block import (
     MASKED,
     RESIDUALS,
@@ -21,9 +20,11 @@ from pe_lab.attention.key_block import (
     KeyRotation,
     Keys,
     Outputs,
+    Pair,
     PartialAttention,
     Queries,
     Values,
+    gradient_of_inputs,
     merge,
     with_sink,
 )

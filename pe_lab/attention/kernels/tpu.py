@@ -167,6 +167,29 @@ def bounds(static: TpuStatic, b: Any, i: Any, start_ref: Any, used_ref: Any, *_:
     return visible_keys(first_query, used_ref[b], cut.queries, cut.keys, static.key_blocks, static.window)
 
 
+def all_visible(first_query: Any, queries: int, first_key: Any, keys: int, used: Any, window: int | None) -> Any:
+    """Whether each query of a block sees each key of another, by their indices."""
+    whole = (first_key + keys - 1 <= first_query) & (first_key + keys <= used)
+    return whole if window is None else whole & (first_query + queries - 1 - first_key < window)
+
+
+def visible(ref: dict[str, Any], distance: Any, key_index: Any, used: Any, window: int | None) -> Any:
+    """Which keys of a block are visible, [keys, queries]."""
+    seen = (distance >= 0) & (key_index < used)
+    if window is not None:
+        seen &= distance < window
+    if "query segments" in ref:
+        seen &= ref["query segments"][...] == down(ref["key segments"][...])
+    return seen
+
+
+def slope_distance(ref: dict[str, Any], distance: Any) -> Any:
+    """The distances that slopes multiply: of positions, if there are other ones than indices; float32."""
+    if "query positions" in ref:
+        distance = ref["query positions"][...] - down(ref["key positions"][...])
+    return distance.astype(jnp.float32)
+
+
 def key_block(static: TpuStatic, b: Any, i: Any, j: Any, start_ref: Any, used_ref: Any, *_: Any) -> Any:
     """The key block of step j. Steps beyond the last visible block return it again, so that nothing is fetched."""
     first, last = bounds(static, b, i, start_ref, used_ref)
@@ -239,18 +262,10 @@ def kernel(static: TpuStatic, names: tuple[str, ...], start_ref: Any, used_ref: 
             query_index = first_query + jax.lax.broadcasted_iota(jnp.int32, s.shape, 1) % cut.queries
             distance = query_index - key_index
         if "slope" in ref:
-            far = distance
-            if "query positions" in ref:
-                far = ref["query positions"][...] - down(ref["key positions"][...])
-            s -= ref["slope"][...] * far.astype(jnp.float32)
+            s -= ref["slope"][...] * slope_distance(ref, distance)
         v = ref["value"][...]
         if masked:
-            seen = (distance >= 0) & (key_index < used)
-            if window is not None:
-                seen &= distance < window
-            if "query segments" in ref:
-                seen &= ref["query segments"][...] == down(ref["key segments"][...])
-            s = jnp.where(seen, s, MASKED)
+            s = jnp.where(visible(ref, distance, key_index, used, window), s, MASKED)
             # The weights of keys beyond `used` are 0, but 0 times NaN is NaN.
             shape = (1, cut.keys) if static.channels_first else (cut.keys, 1)
             there = first_key + jax.lax.broadcasted_iota(jnp.int32, shape, 1 - static.channels) < used
@@ -265,9 +280,7 @@ def kernel(static: TpuStatic, names: tuple[str, ...], start_ref: Any, used_ref: 
         )
 
     here = block <= last
-    whole = (first_key + cut.keys - 1 <= first_query) & (first_key + cut.keys <= used)
-    if window is not None:
-        whole &= first_query + cut.queries - 1 - first_key < window
+    whole = all_visible(first_query, cut.queries, first_key, cut.keys, used, window)
     if "query segments" in ref:
         pl.when(here)(lambda: add_block(True))
     else:

@@ -27,6 +27,7 @@ from pe_lab.attention.kernels.tpu import (
     LANES,
     SUBLANES,
     VMEM,
+    all_visible,
     block_of,
     diagonal_sums,
     down,
@@ -34,7 +35,9 @@ from pe_lab.attention.kernels.tpu import (
     padded_table,
     part,
     place,
+    slope_distance,
     toeplitz,
+    visible,
     visible_keys,
 )
 from pe_lab.attention.key_block import MASKED, AttentionInputs, KeyBlockGradients, check_block, padded
@@ -170,21 +173,14 @@ def _tile(static: TpuGradientStatic, ref: dict[str, Any], step: GridStep, scalar
         key_index = first_key + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
         distance = first_query + jax.lax.broadcasted_iota(jnp.int32, shape, 1) - key_index
     if "slope" in ref:
-        far = distance
-        if "query positions" in ref:
-            far = ref["query positions"][...] - down(ref["key positions"][...])
-        far = far.astype(jnp.float32)
+        far = slope_distance(ref, distance)
         s -= ref["slope"][step.head] * far
     weights = jnp.exp(s - ref["logsumexp"][of_head, :])
     d_weights = _product(ref["value"][...], ref["d_out"][...], (axis, axis))
     d_logits = weights * (d_weights - ref["inner"][of_head, :])
     if masked:
         used = scalars.used[step.b]
-        seen = (distance >= 0) & (key_index < used)
-        if static.window is not None:
-            seen &= distance < static.window
-        if "query segments" in ref:
-            seen &= ref["query segments"][...] == down(ref["key segments"][...])
+        seen = visible(ref, distance, key_index, used, static.window)
         # A query without visible keys has a logsumexp of MASKED: its weights here are infinite, and not chosen.
         weights, d_logits = jnp.where(seen, weights, 0), jnp.where(seen, d_logits, 0)
         # 0 times NaN is NaN.
@@ -197,9 +193,7 @@ def _when_visible(static: TpuGradientStatic, ref: dict[str, Any], step: GridStep
     """Calls `use` with the block's tile if it has visible pairs; without masks if all pairs are visible."""
     size = static.block
     first_query, first_key = scalars.start[step.b] + step.query_block * size, step.key_block * size
-    whole = (first_key + size - 1 <= first_query) & (first_key + size <= scalars.used[step.b])
-    if static.window is not None:
-        whole &= first_query + size - 1 - first_key < static.window
+    whole = all_visible(first_query, size, first_key, size, scalars.used[step.b], static.window)
     if "query segments" in ref:
         pl.when(step.here)(lambda: use(_tile(static, ref, step, scalars, True)))
     else:
