@@ -17,7 +17,7 @@ from pe_lab.attention.hooks import (
     position_bias,
     sink,
 )
-from pe_lab.attention.key_block import AttentionInputs, scaled
+from pe_lab.attention.key_block import AttentionInputs, padded, scaled
 from pe_lab.attention.layer_encoding import LayerEncoding, check_heads, encode_keys, encode_queries
 from pe_lab.attention.ring import on_mesh
 from pe_lab.positional import LayerStructure
@@ -111,15 +111,11 @@ def attention(
         key = encode_keys(key, encoding, H)
         value = jnp.repeat(value, key.shape[2] // G, axis=2) if key.shape[2] != G else value
     if chosen.kernel and query.shape[3] != K:
-        query, key, value = (_filled(one, max(K, query.shape[3])) for one in (query, key, value))
+        # Kernels take one number of channels; more of them that are zero change neither logits nor outputs.
+        query, key, value = (padded(one, 3, max(K, query.shape[3])) for one in (query, key, value))
     if request.partial or chosen.kernel:
         out = on_mesh(chosen, query, key, value, inputs)
     else:
         out = chosen.run(query, key, value, inputs)
     out = out if out.shape[3] == K else out[..., :K]
     return output(hooks, inputs_of_hooks, out, own_value)
-
-
-def _filled(x: Float[Array, "B T heads K"], channels: int) -> Float[Array, "B T heads channels"]:
-    """Zeros for further channels, which change neither logits nor outputs: kernels take one number of channels."""
-    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, channels - x.shape[3])))

@@ -13,7 +13,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from pe_lab.attention.bias import PositionBias
+from pe_lab.attention.bias import PositionBias, chosen_heads
 from pe_lab.errors import ConfigError, UnsupportedError
 from pe_lab.positional import LayerHooks, angles, rotate, rotation_tables
 from pe_lab.positional.hooks import call_for_array
@@ -62,8 +62,8 @@ class LogitFunctions:
                     f"{type(encoding).__name__}.logits returned shape {list(found.shape)}; it must return that of the "
                     f"logits, [B, H, T, S], which is {list(logits.shape)}."
                 )
-            chosen = jnp.zeros(H, bool).at[jnp.asarray(heads)].set(True) if heads else jnp.ones(H, bool)
-            logits = jnp.where(chosen[:, None, None] & seen, found.astype(jnp.float32), logits)
+            chosen = chosen_heads(heads, H)[:, None, None]
+            logits = jnp.where(chosen & seen, found.astype(jnp.float32), logits)
         return logits
 
 

@@ -124,7 +124,7 @@ def checked_indices(indices: Indices, length: int, what: str) -> Int[Array, " Q"
     return jnp.asarray(indices, jnp.int32)
 
 
-class _Encoded(NamedTuple):
+class _EncodedAttention(NamedTuple):
     """Queries and keys, encoded, scaled and rounded as in `attention`, and what blocks of logits need of them."""
 
     query: Float[Array, "B G M Q K"]
@@ -133,12 +133,12 @@ class _Encoded(NamedTuple):
     first: Int[Array, "#B Q"]  # the index of the first token of its segment
     inputs: AttentionInputs
 
-    def of_queries(self, f: Callable[[jax.Array, int], jax.Array]) -> _Encoded:
+    def of_queries(self, f: Callable[[jax.Array, int], jax.Array]) -> _EncodedAttention:
         """With f(array, axis of the queries) of every array of queries."""
         inputs = self.inputs.of_tokens(lambda x: f(x, 1), lambda x: x)
-        return _Encoded(f(self.query, -2), self.key, f(self.index, 0), f(self.first, 1), inputs)
+        return _EncodedAttention(f(self.query, -2), self.key, f(self.index, 0), f(self.first, 1), inputs)
 
-    def of_keys(self, f: Callable[[jax.Array, int], jax.Array]) -> _Encoded:
+    def of_keys(self, f: Callable[[jax.Array, int], jax.Array]) -> _EncodedAttention:
         """With f(array, axis of the keys) of every array of keys."""
         return self._replace(key=f(self.key, -2), inputs=self.inputs.of_tokens(lambda x: x, lambda x: f(x, 1)))
 
@@ -160,7 +160,7 @@ def _encoded(
     positions: jax.Array | None,
     segments: jax.Array | None,
     window: int | None,
-) -> _Encoded:
+) -> _EncodedAttention:
     B, T, H, K = query.shape
     G, hooks = key.shape[2], encoding.hooks
     check_heads(H, G)
@@ -185,7 +185,7 @@ def _encoded(
         window=window,
     )
     query = query.reshape(B, T, G, H // G, -1).transpose(0, 2, 3, 1, 4)
-    return _Encoded(query, key.transpose(0, 2, 1, 3), index, _first_of_segment(index, segments), inputs)
+    return _EncodedAttention(query, key.transpose(0, 2, 1, 3), index, _first_of_segment(index, segments), inputs)
 
 
 def _first_of_segment(index: jax.Array, segments: jax.Array | None) -> Int[Array, "#B T"]:
