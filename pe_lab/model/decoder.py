@@ -40,6 +40,8 @@ from pe_lab.positional import (
 from pe_lab.positional.hooks import has, parameter_settings
 
 Params = dict[str, Any]
+Tokens = Int[Array, "B T"]
+Positions = Int[Array, "#B T"]
 
 
 class Model:
@@ -115,12 +117,7 @@ class Model:
         return sum(x.size for x in jax.tree.leaves(self.shapes))
 
     def hidden(
-        self,
-        params: Params,
-        tokens: Int[Array, "B T"],
-        positions: Int[Array, "#B T"] | None,
-        segments: Int[Array, "B T"] | None,
-        schedule: Schedule,
+        self, params: Params, tokens: Tokens, positions: Positions | None, segments: Tokens | None, schedule: Schedule
     ) -> Float[Array, "B T D"]:
         """The output of the final norm, in the compute dtype.
 
@@ -137,9 +134,9 @@ class Model:
     def forward(
         self,
         params: Params,
-        tokens: Int[Array, "B T"],
-        positions: Int[Array, "#B T"] | None,
-        segments: Int[Array, "B T"] | None,
+        tokens: Tokens,
+        positions: Positions | None,
+        segments: Tokens | None,
         schedule: Schedule,
         collect: bool = False,
     ) -> ForwardPass:
@@ -285,12 +282,7 @@ class Model:
         return tuple(choose(config.attention, request, config.attention_chunk) for request in requests)
 
     def apply(
-        self,
-        params: Params,
-        tokens: Int[Array, "B T"],
-        positions: Int[Array, "#B T"] | None,
-        segments: Int[Array, "B T"] | None,
-        schedule: Schedule,
+        self, params: Params, tokens: Tokens, positions: Positions | None, segments: Tokens | None, schedule: Schedule
     ) -> Float[Array, "B T V"]:
         """Next-token logits, float32. Arguments as in `hidden`."""
         return self.logits(params, self.hidden(params, tokens, positions, segments, schedule))
@@ -389,8 +381,8 @@ def in_order(values: Shaped[Array, "B T"], length: int, places: Int[np.ndarray, 
 
 
 def _reordered(
-    tokens: Int[Array, "B T"], positions: Int[Array, "#B T"] | None, segments: Int[Array, "B T"] | None
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None, np.ndarray | None]:
+    tokens: Tokens, positions: Positions | None, segments: Tokens | None
+) -> tuple[Tokens, Positions | None, Tokens | None, np.ndarray | None]:
     """Tokens, positions and segments in the order of a context axis, and the place of each token."""
     # A sequence that does not divide is padded at its end, where causality hides the padding.
     parts, length = context_size(), tokens.shape[1]
