@@ -230,32 +230,25 @@ class Model:
         fixed_freq, gain, slope, logit_scale = arrays
         cos, sin, rotation = None, None, None
         if structure.rotates:
-            cos, sin = self.tables(fixed_freq, gain, structure, positions) if tables is None else tables
-            chosen = self._distinct(structure)
-            rotation = KeyRotation(fixed_freq[chosen], gain[chosen])
+            rotation = self._rotation(fixed_freq, gain, structure)
+            cos, sin = rotation_tables(*rotation, positions) if tables is None else tables
         slope = slope if structure.slopes else None
         hooks = Hooks(tuple((learned or {}).get(one.parameters, {}) for one in structure.hooks), structure.hooks)
         return LayerEncoding(cos, sin, slope, logit_scale, hooks, rotation)
 
-    def tables(
-        self, fixed_freq: jax.Array, gain: jax.Array, structure: LayerStructure, positions: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """cos and sin [B or 1, T, rotations, R] with one per layer, key head or query head, as the layer needs."""
-        chosen = self._distinct(structure)
-        return rotation_tables(fixed_freq[chosen], gain[chosen], positions)
-
     def shared_tables(self, schedule: Schedule, positions: Int[Array, "#B T"]) -> tuple[jax.Array, jax.Array] | None:
-        """`tables` of all layers that rotate; None if the schedule does not say that they have the same rotation."""
+        """cos and sin [B or 1, T, rotations, R] of all layers that rotate; None if they may have several rotations."""
         if not schedule.same_rotation:
             return None
         n = next(i for i, s in enumerate(schedule.structure) if s.rotates)
         fixed_freq, gain = jnp.asarray(schedule.fixed_freq), jnp.asarray(schedule.gain)
-        return self.tables(fixed_freq[n], gain[n], schedule.structure[n], positions)
+        return rotation_tables(*self._rotation(fixed_freq[n], gain[n], schedule.structure[n]), positions)
 
-    def _distinct(self, structure: LayerStructure) -> slice:
+    def _rotation(self, fixed_freq: jax.Array, gain: jax.Array, structure: LayerStructure) -> KeyRotation:
         """The distinct ones among the H rotations of a layer: one, one per key head, or all."""
         step = {"shared": self.config.heads, "grouped": self.config.heads // self.config.kv_heads, "split": 1}
-        return slice(None, None, step[structure.heads])
+        chosen = slice(None, None, step[structure.heads])
+        return KeyRotation(fixed_freq[chosen], gain[chosen])
 
     def attention_request(
         self, structure: LayerStructure, length: int, segments: bool = False, partial: bool | None = None
