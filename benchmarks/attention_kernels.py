@@ -21,11 +21,10 @@ from pe_lab.attention import IMPLEMENTATIONS, KeyRotation, LayerEncoding, attent
 from pe_lab.attention.capabilities import AttentionRequest
 from pe_lab.attention.chunked import chunked_key_block
 from pe_lab.attention.dispatch import choose
-from pe_lab.attention.gradient import Pair, whole_sequence
 from pe_lab.attention.kernels.external import cudnn_attention, tokamax_attention
 from pe_lab.attention.kernels.gpu import gpu_key_block
 from pe_lab.attention.kernels.tpu import tpu_key_block
-from pe_lab.attention.key_block import AttentionInputs, scaled
+from pe_lab.attention.key_block import AttentionInputs, Pair, scaled, whole_sequence
 from pe_lab.parallel import platform
 from pe_lab.positional import alibi_slopes, rotate, rotation_tables
 from pe_lab.positional.rotation import fixed_point_frequencies

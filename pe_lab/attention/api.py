@@ -10,16 +10,14 @@ from jaxtyping import Array, Float, Int
 from pe_lab.attention.dispatch import IMPLEMENTATIONS, choose, layer_request
 from pe_lab.attention.hooks import (
     distance_bias,
-    encode,
-    hook_inputs,
-    index_positions,
+    encoded,
     key_bias,
     logit_functions,
     output,
     position_bias,
     sink,
 )
-from pe_lab.attention.key_block import AttentionInputs, scaled
+from pe_lab.attention.key_block import AttentionInputs, padded, scaled
 from pe_lab.attention.layer_encoding import LayerEncoding, check_heads, encode_keys, encode_queries
 from pe_lab.attention.ring import on_mesh
 from pe_lab.positional import LayerStructure
@@ -66,13 +64,9 @@ def attention(
     B, T, H, K = query.shape
     G = key.shape[2]
     check_heads(H, G)
-    hooks, inputs_of_hooks, own_value = encoding.hooks, [], value
+    hooks, own_value = encoding.hooks, value
     functions = logit_functions(hooks, query)
-    if hooks.hooks:
-        at = jnp.asarray(index_positions(T)) if positions is None else positions
-        x = jnp.zeros((B, T, 0), query.dtype) if x is None else x
-        inputs_of_hooks, _ = hook_inputs(hooks, x, segments=segments)
-        query, key = encode(hooks, query, key, at, inputs_of_hooks)
+    query, key, inputs_of_hooks = encoded(hooks, query, key, x, positions, segments)
     structure = LayerStructure(
         rotates=encoding.cos is not None,
         slopes=encoding.slope is not None,
@@ -117,15 +111,11 @@ def attention(
         key = encode_keys(key, encoding, H)
         value = jnp.repeat(value, key.shape[2] // G, axis=2) if key.shape[2] != G else value
     if chosen.kernel and query.shape[3] != K:
-        query, key, value = (_filled(one, max(K, query.shape[3])) for one in (query, key, value))
+        # Kernels take one number of channels; more of them that are zero change neither logits nor outputs.
+        query, key, value = (padded(one, 3, max(K, query.shape[3])) for one in (query, key, value))
     if request.partial or chosen.kernel:
         out = on_mesh(chosen, query, key, value, inputs)
     else:
         out = chosen.run(query, key, value, inputs)
     out = out if out.shape[3] == K else out[..., :K]
     return output(hooks, inputs_of_hooks, out, own_value)
-
-
-def _filled(x: Float[Array, "B T heads K"], channels: int) -> Float[Array, "B T heads channels"]:
-    """Zeros for further channels, which change neither logits nor outputs: kernels take one number of channels."""
-    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, channels - x.shape[3])))

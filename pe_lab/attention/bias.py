@@ -7,7 +7,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
 
 from pe_lab.errors import ConfigError
 from pe_lab.positional import LayerHooks
@@ -51,12 +52,16 @@ class PositionBias:
         return jax.vmap(of_row, in_axes)(queries, keys)
 
 
+def chosen_heads(heads: tuple[int, ...], num_heads: int) -> Bool[np.ndarray, " H"]:
+    """Which heads are meant; () is all."""
+    return np.isin(np.arange(num_heads), heads) if heads else np.ones(num_heads, bool)
+
+
 def on_heads(x: Float[Array, "H *axes"], heads: tuple[int, ...], num_heads: int) -> Float[Array, "H *axes"]:
     """`x` on the given heads, and 0 on the others; () is all heads."""
     if not heads:
         return x
-    chosen = jnp.zeros(num_heads, bool).at[jnp.asarray(heads)].set(True)
-    return jnp.where(chosen.reshape(-1, *[1] * (x.ndim - 1)), x, 0)
+    return jnp.where(chosen_heads(heads, num_heads).reshape(-1, *[1] * (x.ndim - 1)), x, 0)
 
 
 # A table by distance [H, D] is extended on both sides, so that a block of logits takes one slice of it: distances below

@@ -16,7 +16,6 @@ from pe_lab.attention.bias import (
     table_gradient,
     toeplitz_block,
 )
-from pe_lab.attention.gradient import Pair, attend, rotated_keys, whole_sequence
 from pe_lab.attention.key_block import (
     FLOOR,
     MASKED,
@@ -25,11 +24,15 @@ from pe_lab.attention.key_block import (
     Keys,
     OnlineSoftmax,
     Outputs,
+    Pair,
     PartialAttention,
     Queries,
     Values,
+    attend,
     masked_logits,
     padded,
+    rotated_keys,
+    whole_sequence,
 )
 from pe_lab.attention.reference import attention_to_all
 from pe_lab.errors import UnsupportedError
@@ -204,14 +207,7 @@ def chunked_gradient(
     inner: Float[Array, "B H T"],
     d_out: Float[Array, "B H T V"],
 ) -> KeyBlockGradients:
-    """The gradients that come from one block of keys; float32.
-
-    Args:
-      q, k, v, inputs: as in `chunked_key_block`; all sequences start at the same place.
-      logsumexp: of the logits of all keys, of which this block is a part.
-      inner: sum over channels of d_out times the output of the whole attention, minus the gradient of the logsumexp.
-      d_out: gradient of that output.
-    """
+    """The gradients that come from one block of keys, by XLA; all sequences start at the same place."""
     B, H, T, K = q.shape
     G, S = k.shape[1:3]
     blocks = _in_blocks(q, k, v, inputs)
@@ -307,20 +303,13 @@ def attention_by_functions(query: Queries, key: Keys, value: Values, inputs: Att
     B, T, H, K = query.shape
     chunk = min(inputs.chunk, T)
     functions = inputs.logit_functions
-    raw = None if functions is None else padded(functions.query, 1, chunk)
-    padded_query = padded(query, 1, chunk)
+    raw, query = (padded(x, 1, chunk) for x in (functions.query, query))
 
     @jax.checkpoint
     def block(i: Int[Array, ""]) -> Queries:
-        first = i * chunk
-        part = jax.lax.dynamic_slice_in_dim(padded_query, first, chunk, axis=1)
-        one = inputs.of_tokens(
-            lambda x: jax.lax.dynamic_slice_in_dim(padded(x, 1, chunk), first, chunk, axis=1), lambda x: x
-        )
-        if functions is not None and raw is not None:
-            of_block = replace(functions, query=jax.lax.dynamic_slice_in_dim(raw, first, chunk, axis=1))
-            one = replace(one, logit_functions=of_block)
-        return attention_to_all(part, key, value, one, first)
+        one = inputs.of_tokens(lambda x: _part(padded(x, 1, chunk), i, chunk, 1), lambda x: x)
+        one = replace(one, logit_functions=replace(functions, query=_part(raw, i, chunk, 1)))
+        return attention_to_all(_part(query, i, chunk, 1), key, value, one, i * chunk)
 
-    out = jax.lax.map(block, jnp.arange(padded_query.shape[1] // chunk))  # [blocks, B, chunk, H, V]
+    out = jax.lax.map(block, jnp.arange(query.shape[1] // chunk))  # [blocks, B, chunk, H, V]
     return jnp.moveaxis(out, 0, 1).reshape(B, -1, H, value.shape[-1])[:, :T]

@@ -17,9 +17,10 @@ from pe_lab.attention.key_block import (
     Queries,
     Values,
     heads_of_groups,
+    visible,
     with_sink,
 )
-from pe_lab.attention.reference import added_to_logits, visible
+from pe_lab.attention.reference import added_to_logits
 
 
 def dense_attention(query: Queries, key: Keys, value: Values, inputs: AttentionInputs) -> Outputs:

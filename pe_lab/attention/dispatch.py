@@ -10,14 +10,13 @@ import jax
 from pe_lab.attention.capabilities import FEATURES, AttentionRequest, Capabilities, refusals
 from pe_lab.attention.chunked import chunked_attention, chunked_gradient, chunked_key_block
 from pe_lab.attention.dense import dense_attention
-from pe_lab.attention.gradient import Pair, whole_sequence
 from pe_lab.attention.hooks import hook_features
 from pe_lab.attention.kernels import external
 from pe_lab.attention.kernels.gpu import gpu_key_block
 from pe_lab.attention.kernels.gpu_gradient import gpu_key_block_gradient
 from pe_lab.attention.kernels.tpu import tpu_key_block
 from pe_lab.attention.kernels.tpu_gradient import tpu_key_block_gradient
-from pe_lab.attention.key_block import KeyBlockGradient, KeyBlockKernel
+from pe_lab.attention.key_block import KeyBlockGradient, KeyBlockKernel, Pair, whole_sequence
 from pe_lab.attention.reference import reference_attention
 from pe_lab.errors import ConfigError, UnsupportedError, did_you_mean
 from pe_lab.parallel import context_size, platform, slots_are_sharded
@@ -106,9 +105,7 @@ def layer_request(
     """The request of one layer, for the devices that are being traced for.
 
     Args:
-      structure: of the layer's positional encoding.
       heads: query heads H, key-value heads G, and head_dim K.
-      dtype: of queries, keys and values.
       length: tokens of a sequence.
       segments: sequences hold several documents.
       positions: those of tokens are not their indices.

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
-from pe_lab.attention.bias import PositionBias, on_heads
+from pe_lab.attention.bias import PositionBias, chosen_heads, on_heads
 from pe_lab.attention.key_block import MASKED, LogitFunctions
 from pe_lab.attention.running_sums import running_sum, tokens_before
 from pe_lab.errors import ConfigError, UnsupportedError, call
@@ -123,15 +123,33 @@ def encode(
                 f"{type(encoding).__name__}.encode changes the channels of a head from {query.shape[3]} to "
                 f"{q.shape[3]}; it cannot act on some heads of a layer alone."
             )
-        chosen = _chosen(heads, H)
-        query = jnp.where(jnp.asarray(chosen)[:, None], q, query)
+        chosen = chosen_heads(heads, H)
+        query = jnp.where(chosen[:, None], q, query)
         if k is key:
             continue
-        if k.shape[2] == key.shape[2] == G and not _splits(chosen, G):
-            key = jnp.where(jnp.asarray(chosen.reshape(G, -1)[:, 0])[:, None], k, key)
+        groups = chosen.reshape(G, -1)
+        if k.shape[2] == key.shape[2] == G and (groups == groups[:, :1]).all():
+            key = jnp.where(groups[:, 0, None], k, key)
         else:
-            key = jnp.where(jnp.asarray(chosen)[:, None], _repeated(k, H), _repeated(key, H))
+            key = jnp.where(chosen[:, None], _repeated(k, H), _repeated(key, H))
     return query, key
+
+
+def encoded(
+    hooks: Hooks,
+    query: Float[Array, "B T H K"],
+    key: Float[Array, "B T G K"],
+    x: Float[Array, "B T D"] | None,
+    positions: Int[Array, "#B T"] | None,
+    segments: Int[Array, "B T"] | None,
+) -> tuple[Float[Array, "B T H any"], Float[Array, "B T heads any"], list[Array]]:
+    """Queries and keys of whole sequences after all hooks, and what each encoding takes for x (see `hook_inputs`)."""
+    if not hooks.hooks:
+        return query, key, []
+    x = jnp.zeros((*query.shape[:2], 0), query.dtype) if x is None else x
+    inputs, _ = hook_inputs(hooks, x, segments=segments)
+    positions = jnp.asarray(index_positions(query.shape[1])) if positions is None else positions
+    return *encode(hooks, query, key, positions, inputs), inputs
 
 
 def _encoded(
@@ -158,15 +176,6 @@ def _interleaved(of_members: Sequence[Float[Array, "B T H K"]]) -> Float[Array, 
     count = len(of_members)
     keys = jnp.stack([one[:, :, m::count] for m, one in enumerate(of_members)], axis=3)
     return keys.reshape(of_members[0].shape)
-
-
-def _chosen(heads: tuple[int, ...], num_heads: int) -> np.ndarray:
-    return np.isin(np.arange(num_heads), heads)
-
-
-def _splits(chosen: np.ndarray, kv_heads: int) -> bool:
-    groups = chosen.reshape(kv_heads, -1)
-    return bool((groups != groups[:, :1]).any())
 
 
 def position_bias(hooks: Hooks, relative: bool | None = None) -> PositionBias | None:
@@ -210,9 +219,7 @@ def sink(hooks: Hooks, num_heads: int) -> Float[Array, " H"] | None:
         found = call_for_array(encoding, "sink", params)
         if found.shape != (num_heads,):
             raise _wrong(encoding, "sink", found, f"[H], which is [{num_heads}]")
-        found = found.astype(jnp.float32)
-        if heads:
-            found = jnp.where(jnp.asarray(_chosen(heads, num_heads)), found, MASKED)
+        found = jnp.where(chosen_heads(heads, num_heads), found.astype(jnp.float32), MASKED)
         total = found if total is None else jnp.logaddexp(total, found)
     return total
 
@@ -226,7 +233,7 @@ def output(
         if found.shape != out.shape:
             raise _wrong(encoding, "output", found, f"[B, T, H, K], which is {list(out.shape)}")
         found = found.astype(out.dtype)
-        out = jnp.where(jnp.asarray(_chosen(heads, out.shape[2]))[:, None], found, out) if heads else found
+        out = jnp.where(chosen_heads(heads, out.shape[2])[:, None], found, out)
     return out
 
 

@@ -1,18 +1,21 @@
-"""Attention of a block of queries to a block of keys: its inputs, its partial result, and how results are merged."""
+"""Attention of a block of queries to a block of keys: its inputs, its partial result, merging, and its gradient."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from pe_lab.attention.bias import PositionBias
+from pe_lab.attention.bias import PositionBias, chosen_heads
 from pe_lab.errors import ConfigError, UnsupportedError
-from pe_lab.positional import LayerHooks, angles
+from pe_lab.positional import LayerHooks, angles, rotate, rotation_tables
 from pe_lab.positional.hooks import call_for_array
 
 Queries = Float[Array, "B T H K"]  # of whole sequences
@@ -59,8 +62,8 @@ class LogitFunctions:
                     f"{type(encoding).__name__}.logits returned shape {list(found.shape)}; it must return that of the "
                     f"logits, [B, H, T, S], which is {list(logits.shape)}."
                 )
-            chosen = jnp.zeros(H, bool).at[jnp.asarray(heads)].set(True) if heads else jnp.ones(H, bool)
-            logits = jnp.where(chosen[:, None, None] & seen, found.astype(jnp.float32), logits)
+            chosen = chosen_heads(heads, H)[:, None, None]
+            logits = jnp.where(chosen & seen, found.astype(jnp.float32), logits)
         return logits
 
 
@@ -125,6 +128,22 @@ class AttentionInputs:
 
         return self.of_tokens(whole, whole)
 
+    def compared(self) -> dict[str, tuple[Int[Array, "#B T"], Int[Array, "#B S"]]]:
+        """The arrays of queries and keys that kernels compare: segments, and positions for slopes."""
+        positions = (self.query_positions, self.key_positions) if self.slope is not None else (None, None)
+        pairs = {"segments": (self.query_segments, self.key_segments), "positions": positions}
+        return {
+            name: (queries.astype(jnp.int32), keys.astype(jnp.int32))
+            for name, (queries, keys) in pairs.items()
+            if queries is not None and keys is not None
+        }
+
+    def slots(self, count: int, keys: int) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+        """`start` and `used` of each of `count` sequences with this many keys."""
+        start = 0 if self.start is None else self.start.astype(jnp.int32)
+        used = keys if self.used is None else jnp.minimum(self.used, keys)
+        return tuple(jnp.broadcast_to(jnp.asarray(x, jnp.int32), (count,)) for x in (start, used))
+
 
 class PartialAttention(NamedTuple):
     """Attention to some of the keys, with the logsumexp that merging with attention to other keys requires.
@@ -154,8 +173,10 @@ class KeyBlockGradients(NamedTuple):
 
 
 KeyBlockKernel = Callable[..., PartialAttention]  # `chunked_key_block`, `tpu_key_block` or `gpu_key_block`
-# (query, key, value, inputs, logsumexp [B, H, T] of all keys, inner [B, H, T], d_out [B, H, T, K]) -> gradients.
-# `inner` is the sum over channels of d_out times the output of the whole attention, minus the gradient of the
+# (query, key, value, inputs, logsumexp [B, H, T], inner [B, H, T], d_out [B, H, T, K]) -> gradients, float32.
+# Queries are rotated and scaled, keys rotated: inputs have neither a rotation nor functions of logits. The logsumexp is
+# of all keys, of which these are a part, and MASKED for queries that see none. d_out is the gradient of the output of
+# the whole attention. `inner` is the sum over channels of d_out times that output, minus the gradient of the
 # logsumexp: the gradient of a logit is p (d_out . value - inner), with p = exp(logit - logsumexp).
 KeyBlockGradient = Callable[..., KeyBlockGradients]
 
@@ -230,6 +251,21 @@ class OnlineSoftmax(NamedTuple):
         return OnlineSoftmax(highest, self.total * shrink + weights.sum(-1), self.out * shrink[..., None] + update)
 
 
+def visible(
+    distance: Int[Array, "T S"], inputs: AttentionInputs, used: Bool[Array, " S"] | None = None
+) -> Bool[Array, "#B T S"]:
+    """Which keys queries see: none that is later, not `used`, out of the window or in another segment."""
+    mask = distance >= 0
+    if inputs.window is not None:
+        mask = mask & (distance < inputs.window)
+    mask = mask[None]
+    if used is not None:
+        mask = mask & used
+    if inputs.query_segments is not None and inputs.key_segments is not None:
+        mask = mask & (inputs.query_segments[:, :, None] == inputs.key_segments[:, None, :])
+    return mask
+
+
 def masked_logits(
     query: Float[Array, "B G M T K"],
     key: Float[Array, "B G S K"],
@@ -258,13 +294,7 @@ def masked_logits(
         logits += heads_of_groups(bias, G)
     if inputs.key_bias is not None:
         logits += heads_of_groups(inputs.key_bias, G)[:, :, :, None].astype(jnp.float32)
-    window = inputs.window
-    mask = (distance >= 0)[None] if window is None else ((distance >= 0) & (distance < window))[None]
-    if used is not None:
-        mask = mask & used
-    if inputs.query_segments is not None and inputs.key_segments is not None:
-        mask = mask & (inputs.query_segments[:, :, None] == inputs.key_segments[:, None, :])
-    return jnp.where(mask[:, None, None], logits, MASKED)
+    return jnp.where(visible(distance, inputs, used)[:, None, None], logits, MASKED)
 
 
 def block_rotations(rotation: KeyRotation, blocks: int, size: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -283,3 +313,92 @@ def block_rotations(rotation: KeyRotation, blocks: int, size: int) -> tuple[jax.
         for positions in (places[:blocks] * size, places[:size])
     )
     return jnp.cos(coarse) * gain, jnp.sin(coarse) * gain, jnp.cos(fine), jnp.sin(fine)
+
+
+class Pair(NamedTuple):
+    """A kernel for a block of keys, and the kernel of its gradient; None: it has none."""
+
+    partial: KeyBlockKernel
+    gradient: KeyBlockGradient | None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def attend(
+    query: Float[Array, "B H T K"],
+    key: Float[Array, "B G S K"],
+    value: Float[Array, "B G S V"],
+    inputs: AttentionInputs,
+    pair: Pair,
+    wide: bool = False,
+) -> PartialAttention:
+    """`pair.partial`, with gradients of the output and of the logsumexp.
+
+    Queries, keys, values, slopes and biases have gradients; rotations and everything else have none.
+    """
+    return pair.partial(query, key, value, inputs, wide=wide)
+
+
+def _forward_rule(query, key, value, inputs, pair, wide):  # noqa: ANN001, ANN202
+    out, logsumexp = checkpoint_name(tuple(pair.partial(query, key, value, inputs, wide=wide)), RESIDUALS)
+    return PartialAttention(out, logsumexp), (query, key, value, inputs, out, logsumexp)
+
+
+def _backward_rule(pair, wide, saved, d):  # noqa: ANN001, ANN202
+    query, key, value, inputs, out, logsumexp = saved
+    if pair.gradient is None:
+        raise UnsupportedError("attention: this kernel has no gradient.")
+    inner = (d.out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - d.logsumexp
+    rotated, unrotate, plain = key, None, inputs
+    if inputs.rotation is not None:
+        # Gradients of rotated keys are rotated back; where the heads of a group rotate differently, they are summed.
+        (rotated, value), unrotate = jax.vjp(functools.partial(rotated_keys, inputs=inputs), key, value)
+        plain = replace(inputs, rotation=None)
+    found = pair.gradient(query, rotated, value, plain, logsumexp, inner, d.out)
+    d_key, d_value = found.key.astype(key.dtype), found.value.astype(value.dtype)
+    if unrotate is not None:
+        d_key, d_value = unrotate((d_key, d_value))
+    return found.query.astype(query.dtype), d_key, d_value, gradient_of_inputs(inputs, found)
+
+
+attend.defvjp(_forward_rule, _backward_rule)
+
+
+def rotated_keys(
+    key: Float[Array, "B G S K"], value: Float[Array, "B G S V"], inputs: AttentionInputs
+) -> tuple[Float[Array, "B heads S K"], Float[Array, "B heads S V"]]:
+    """Keys rotated by their index, and their values; of H heads where the heads of a group rotate differently."""
+    assert inputs.rotation is not None
+    positions = jnp.arange(key.shape[2], dtype=jnp.int32)[None]
+    cos, sin = rotation_tables(inputs.rotation.fixed_freq, inputs.rotation.gain, positions)
+    heads = cos.shape[2]
+    if heads not in (1, key.shape[1]):
+        key, value = (jnp.repeat(x, heads // x.shape[1], axis=1) for x in (key, value))
+    return rotate(key.swapaxes(1, 2), cos, sin).swapaxes(1, 2), value
+
+
+def gradient_of_inputs(inputs: AttentionInputs, found: KeyBlockGradients) -> Any:
+    """The cotangents of the inputs: those that a kernel found, and zeros."""
+
+    def no_gradient(x: jax.Array) -> jax.Array | np.ndarray:
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            return jnp.zeros_like(x)
+        return np.zeros(x.shape, jax.dtypes.float0)
+
+    learned = {}
+    for name in ("slope", "distance_bias", "key_bias", "bias"):
+        gradient, given = getattr(found, name), getattr(inputs, name)
+        if gradient is not None and given is not None:
+            learned[name] = jax.tree.map(lambda d, like: d.astype(like.dtype), gradient, given)
+    return replace(jax.tree.map(no_gradient, inputs), **learned)
+
+
+def whole_sequence(pair: Pair) -> Callable[..., jax.Array]:
+    """Attention of whole sequences, [B, T, H, K] as `reference_attention`, by a pair of kernels for a block of keys."""
+
+    def run(query: Queries, key: Keys, value: Values, inputs: AttentionInputs) -> Outputs:
+        q, k, v = (x.transpose(0, 2, 1, 3) for x in (query, key, value))
+        sink, inputs = inputs.sink, replace(inputs.for_every_sequence(query.shape[0]), sink=None)
+        found = attend(q, k, v, inputs, pair)
+        return with_sink(found, sink, query.dtype).transpose(0, 2, 1, 3)
+
+    return run

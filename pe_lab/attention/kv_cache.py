@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from pe_lab.attention.hooks import position_bias, sink
 from pe_lab.attention.key_block import (
@@ -97,51 +97,62 @@ def cached_attention(
     slope = None if encoding.slope is None else encoding.slope.reshape(G, H // G, 1, 1)
     function, of_sink = position_bias(hooks), sink(hooks, H)
 
-    def biased(logits: jax.Array, at: jax.Array, bias_of_keys: jax.Array | None) -> jax.Array:
-        """Logits plus the biases of keys at these positions, [B or 1, S]."""
+    def masked(
+        logits: jax.Array, at: jax.Array, of_keys: jax.Array | None, distance: jax.Array, seen: jax.Array
+    ) -> jax.Array:
+        """Logits with everything that is added to those of keys at these positions; MASKED where not `seen`."""
         if function is not None:
             logits += heads_of_groups(function.block(positions, at, H), G)
-        if bias_of_keys is not None:
-            logits += heads_of_groups(bias_of_keys, G)[:, :, :, None].astype(jnp.float32)
-        return logits
+        if of_keys is not None:
+            logits += heads_of_groups(of_keys, G)[:, :, :, None].astype(jnp.float32)
+        if slope is not None:
+            logits -= slope * distance[:, None, None].astype(jnp.float32)
+        if window is not None:
+            seen = seen & (distance < window)
+        return jnp.where(seen[:, None, None], logits, MASKED)
+
+    def earlier(first: jax.Array, block: int, empty: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+        """The logits and the values of a block of slots, of which `empty` are left out."""
+        at = jax.lax.dynamic_slice_in_dim(cache.positions, first, block, axis=1)
+        at = at if empty is None else jnp.where(empty, -1, at)
+        k, v = _block(cache.key, cache.layer, first, block), _block(cache.value, cache.layer, first, block)
+        if cache.encoding is not None:
+            rotations = cache.encoding.cos, cache.encoding.sin
+            part = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=block, axis=1)
+            of_block = LayerEncoding(*jax.tree.map(part, rotations))
+            k = encode_keys(k.transpose(0, 2, 1, 3), of_block, H).transpose(0, 2, 1, 3)
+        of_slots = None if cache.key_bias is None else _block(cache.key_bias, cache.layer, first, block)[..., 0]
+        distance = positions[:, :, None] - at[:, None, :]
+        logits = masked(_logits(q, k), at, of_slots, distance, (at >= 0)[:, None] & (distance > 0))
+        # A masked logit is so far below the query's own that its weight is exactly 0. But 0 times NaN would be NaN.
+        return logits, jnp.where((at >= 0)[:, None, :, None], v, 0)
+
+    slots, new_values = cache.key.shape[3], value.transpose(0, 2, 1, 3)
+    distance = (jnp.arange(C)[:, None] - jnp.arange(C))[None]
+    own = masked(_logits(q, key.transpose(0, 2, 1, 3)), positions, key_bias, distance, distance >= 0)
+    if functions is not None:
+        logits, v = earlier(jnp.zeros((), jnp.int32), slots)
+        logits = jnp.concatenate([logits, own], -1).reshape(B, H, C, -1)
+        # A function may depend on the order of keys: those of a ring of slots are not in the order of positions.
+        order = jnp.argsort(jnp.broadcast_to(cache.positions, (B, slots)), axis=1)
+        order = jnp.concatenate([order, jnp.broadcast_to(slots + jnp.arange(C), (B, C))], 1)
+        logits = functions.apply(jnp.take_along_axis(logits, order[:, None, None], axis=-1))
+        weights = softmax(logits.reshape(B, G, H // G, C, -1), of_sink)
+        v = jnp.concatenate([jnp.broadcast_to(v, (B, *v.shape[1:])), new_values], 2)
+        out = _weighted(weights, jnp.take_along_axis(v, order[:, None, :, None], axis=2))
+        return out.reshape(B, H, C, -1).transpose(0, 2, 1, 3).astype(query.dtype)
 
     # The new tokens come first: every query sees its own key there, so that no sum of weights is ever zero.
-    distance = jnp.arange(C)[:, None] - jnp.arange(C)
-    own = biased(_logits(q, key.transpose(0, 2, 1, 3)), positions, key_bias)
-    if slope is not None:
-        own -= slope * distance.astype(jnp.float32)
-    seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-    own = jnp.where(seen, own, MASKED)
-    if functions is not None:
-        out = _by_functions(own, q, value, cache, biased, slope, functions, positions, window, of_sink)
-        return out.astype(query.dtype)
     highest = own.max(-1)
     weights = jnp.exp(own - highest[..., None])
-    start = OnlineSoftmax(highest, weights.sum(-1), _weighted(weights, value.transpose(0, 2, 1, 3)))
-
-    slots = cache.key.shape[3]
+    start = OnlineSoftmax(highest, weights.sum(-1), _weighted(weights, new_values))
     block = min(block, slots)
 
     def add_block(j: jax.Array, softmax: OnlineSoftmax) -> OnlineSoftmax:
-        # If blocks do not divide the cache, the last one begins earlier; slots of the block before are masked.
+        # If blocks do not divide the cache, the last one begins earlier, without the slots of the block before.
         first = jnp.minimum(j * block, slots - block)
-        at = jax.lax.dynamic_slice_in_dim(cache.positions, first, block, axis=1)
-        at = jnp.where(first + jnp.arange(block) >= j * block, at, -1)
-        k, v = _block(cache.key, cache.layer, first, block), _block(cache.value, cache.layer, first, block)
-        if cache.encoding is not None:
-            of_block = _block_encoding(cache.encoding, first, block)
-            k = encode_keys(k.transpose(0, 2, 1, 3), of_block, H).transpose(0, 2, 1, 3)
-        distance = positions[:, :, None] - at[:, None, :]
-        of_slots = None if cache.key_bias is None else _block(cache.key_bias, cache.layer, first, block)[..., 0]
-        logits = biased(_logits(q, k), at, of_slots)
-        if slope is not None:
-            logits -= slope * distance[:, None, None].astype(jnp.float32)
-        seen: Bool[Array, "#B C S"] = (at >= 0)[:, None] & (distance > 0)
-        if window is not None:
-            seen &= distance < window
-        # A masked logit is so far below the query's own that its weight is exactly 0. But 0 times NaN would be NaN.
-        v = jnp.where((at >= 0)[:, None, :, None], v, 0)
-        return softmax.add(jnp.where(seen[:, None, None], logits, MASKED), lambda weights: _weighted(weights, v))
+        logits, v = earlier(first, block, first + jnp.arange(block) < j * block)
+        return softmax.add(logits, lambda weights: _weighted(weights, v))
 
     result = jax.lax.fori_loop(0, (cache.used + block - 1) // block, add_block, start)
     out = (result.out / result.total[..., None]).reshape(B, H, C, K)
@@ -149,57 +160,11 @@ def cached_attention(
     return with_sink(PartialAttention(out, logsumexp), of_sink, query.dtype).transpose(0, 2, 1, 3)
 
 
-def _by_functions(
-    own: Float[Array, "B G M C C"],
-    q: Float[Array, "B G M C K"],
-    value: Float[Array, "B C G V"],
-    cache: CacheView,
-    biased: Callable[..., jax.Array],
-    slope: Float[Array, "G M 1 1"] | None,
-    functions: LogitFunctions,
-    positions: Int[Array, "#B C"],
-    window: int | None,
-    of_sink: Float[Array, " H"] | None,
-) -> Float[Array, "B C H V"]:
-    """`cached_attention` where a function takes all logits of a query: those of all slots and of the new tokens."""
-    B, G, M, C, _ = q.shape
-    slots = cache.key.shape[3]
-    at, zero = cache.positions, jnp.zeros((), jnp.int32)
-    k, v = (_block(x, cache.layer, zero, slots) for x in (cache.key, cache.value))
-    of_slots = None if cache.key_bias is None else _block(cache.key_bias, cache.layer, zero, slots)[..., 0]
-    distance = positions[:, :, None] - at[:, None, :]
-    seen = (at >= 0)[:, None] & (distance > 0)
-    if window is not None:
-        seen &= distance < window
-    earlier = biased(_logits(q, k), at, of_slots)
-    if slope is not None:
-        earlier -= slope * distance[:, None, None].astype(jnp.float32)
-    earlier = jnp.where(seen[:, None, None], earlier, MASKED)
-    logits = jnp.concatenate([earlier, own], -1).reshape(B, G * M, C, -1)
-    # A function may depend on the order of keys: those of a ring of slots are not in the order of positions.
-    order = jnp.argsort(jnp.broadcast_to(at, (B, slots)), axis=1)
-    order = jnp.concatenate([order, jnp.broadcast_to(slots + jnp.arange(C), (B, C))], 1)
-    logits = functions.apply(jnp.take_along_axis(logits, order[:, None, None], axis=-1))
-    weights = softmax(logits.reshape(B, G, M, C, -1), of_sink)
-    v = jnp.where((at >= 0)[:, None, :, None], v, 0)
-    v = jnp.concatenate([jnp.broadcast_to(v, (B, *v.shape[1:])), value.transpose(0, 2, 1, 3)], 2)
-    out = _weighted(weights, jnp.take_along_axis(v, order[:, None, :, None], axis=2))
-    return out.reshape(B, G * M, C, -1).transpose(0, 2, 1, 3)
-
-
 def _block(x: jax.Array, layer: jax.Array | int, first: jax.Array, block: int) -> Float[Array, "B heads S K"]:
     """One block of one layer's cache, without a copy of the whole layer."""
     zero = jnp.zeros((), jnp.int32)
     sizes = (1, *x.shape[1:3], block, x.shape[4])
     return jax.lax.dynamic_slice(x, (jnp.asarray(layer, jnp.int32), zero, zero, first, zero), sizes)[0]
-
-
-def _block_encoding(encoding: LayerEncoding, first: jax.Array, block: int) -> LayerEncoding:
-    """The rotations of one block of slots."""
-    if encoding.cos is None or encoding.sin is None:
-        return encoding
-    cos, sin = (jax.lax.dynamic_slice_in_dim(x, first, block, axis=1) for x in (encoding.cos, encoding.sin))
-    return encoding._replace(cos=cos, sin=sin)
 
 
 def _logits(q: Float[Array, "B G M C K"], k: Float[Array, "B heads S K"]) -> Float[Array, "B G M C S"]:
@@ -270,13 +235,11 @@ def write_and_attend(
     range; the partial results are merged by their logsumexp. No part of the cache moves between devices.
 
     Args:
-      kernel: as in `attend_to_cache`.
-      query: neither rotated nor scaled if `inputs` have a rotation, because devices count positions from their own
-        first slot; else rotated.
+      kernel, inputs: as in `attend_to_cache`, without `used`; start is equal in all sequences unless C is 1.
+      query: not scaled; not rotated if `inputs` have a rotation, because devices count positions from their own slots.
       key, value: of the new tokens, as they are cached.
       cache: without the new tokens.
       scale: of the logits.
-      inputs: as in `attend_to_cache`, without `used`; start is equal in all sequences unless C is 1.
 
     Returns:
       The attention, and the new keys and values of the cache.
@@ -321,7 +284,7 @@ def write_and_attend(
 def _written(
     cache: Float[Array, "L B G S K"], layer: jax.Array | int, new: Float[Array, "B C G K"], start: Int[Array, " B"]
 ) -> Float[Array, "L B G S K"]:
-    """A range of slots after the new tokens that belong into it are written; the first one belongs to slot `start`."""
+    """The cache with the new tokens that belong into its slots; the first one belongs to slot `start`."""
     B, C = new.shape[:2]
     S = cache.shape[3]
     if C == 1:

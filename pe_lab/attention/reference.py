@@ -4,21 +4,10 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from pe_lab.attention.bias import extended, toeplitz_block
-from pe_lab.attention.key_block import MASKED, AttentionInputs, Keys, Outputs, Queries, Values, heads_of_groups
-
-
-def visible(distance: Int[Array, "T S"], inputs: AttentionInputs) -> Bool[Array, "#B T S"]:
-    """Which keys each query of a sequence sees: none that is later, out of the window or in another segment."""
-    mask = distance >= 0
-    if inputs.window is not None:
-        mask &= distance < inputs.window
-    mask = mask[None]
-    if inputs.query_segments is not None and inputs.key_segments is not None:
-        mask = mask & (inputs.query_segments[:, :, None] == inputs.key_segments[:, None, :])
-    return mask
+from pe_lab.attention.key_block import MASKED, AttentionInputs, Keys, Outputs, Queries, Values, heads_of_groups, visible
 
 
 def added_to_logits(

@@ -12,7 +12,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from pe_lab.attention.gradient import Pair, gradient_of_inputs
 from pe_lab.attention.key_block import (
     MASKED,
     RESIDUALS,
@@ -21,9 +20,11 @@ from pe_lab.attention.key_block import (
     KeyRotation,
     Keys,
     Outputs,
+    Pair,
     PartialAttention,
     Queries,
     Values,
+    gradient_of_inputs,
     merge,
     with_sink,
 )
@@ -62,11 +63,8 @@ def ring_attention(
 ) -> Float[Array, "B H T V"]:
     """This device's part of causal attention, inside a `shard_map` over mesh axis `axis` of `size` devices.
 
-    Args:
-      query, key, value: this device's tokens, in `parallel.balanced_order`; queries and keys rotated, queries scaled.
-      inputs: of these tokens: slopes, biases, positions, segments, sinks, window and chunk.
-      axis, size: of the mesh.
-      pair: computes attention to a block of keys, and its gradient.
+    `query`, `key`, `value` and `inputs` are of this device's tokens, in `parallel.balanced_order`; queries and keys
+    rotated, queries scaled.
     """
     sink, inputs = inputs.sink, replace(inputs, sink=None)
     return with_sink(_ring(query, key, value, inputs, _RingSettings(axis, size, pair)), sink, query.dtype)
@@ -108,9 +106,7 @@ def _to_next_device(x: Any, static: _RingSettings) -> Any:
     return jax.tree.map(lambda a: jax.lax.ppermute(a, static.axis, [(i, (i + 1) % n) for i in range(n)]), x)
 
 
-def _forward(
-    query: jax.Array, key: jax.Array, value: jax.Array, inputs: AttentionInputs, static: _RingSettings
-) -> PartialAttention:
+def _forward_rule(query, key, value, inputs, static):  # noqa: ANN001, ANN202
     queries = _halves(query, 2)
 
     def visit(partials: list[PartialAttention], visitor: _Visitor, step: jax.Array) -> list[PartialAttention]:
@@ -135,13 +131,7 @@ def _forward(
     visitor = _Visitor(key, value, inputs.key_positions, inputs.key_segments, inputs.key_bias)
     (partials, visitor), _ = jax.lax.scan(step, (nothing, visitor), jnp.arange(static.size - 1))
     partials = visit(partials, visitor, jnp.asarray(static.size - 1))
-    return PartialAttention(
-        jnp.concatenate([p.out for p in partials], 2), jnp.concatenate([p.logsumexp for p in partials], 2)
-    )
-
-
-def _forward_rule(query, key, value, inputs, static):  # noqa: ANN001, ANN202
-    out, logsumexp = _forward(query, key, value, inputs, static)
+    out, logsumexp = (jnp.concatenate(halves, 2) for halves in zip(*partials, strict=True))
     found = PartialAttention(*checkpoint_name((out.astype(query.dtype), logsumexp), RESIDUALS))
     return found, (query, key, value, inputs, *found)
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
-from pe_lab.attention.hooks import encode, hook_inputs, key_bias, position_bias, sink
+from pe_lab.attention.hooks import encoded, key_bias, position_bias, sink
 from pe_lab.attention.key_block import FLOOR, MASKED, AttentionInputs, masked_logits, padded, scaled
 from pe_lab.attention.layer_encoding import LayerEncoding, check_heads, encode_keys, encode_queries
 from pe_lab.attention.reference import softmax
@@ -59,10 +59,8 @@ def attention_statistics(
 ) -> AttentionStatistics:
     """Statistics of the weights of `attention` for the same arguments, without a [T, T] array.
 
-    A sink has its part of the weights, as a key at distance 0.
-
-    Every query has one online softmax (Milakov & Gimelshein 2018) over the blocks of visible keys. Sums of weights, of
-    weighted logits and of weighted distances are relative to the highest logit so far.
+    A sink has its part of the weights, as a key at distance 0. One online softmax (Milakov & Gimelshein 2018) runs over
+    the blocks of visible keys.
 
     Args:
       query, key, encoding, x, positions, segments, window: as in `attention`: not rotated, not scaled.
@@ -126,38 +124,43 @@ def checked_indices(indices: Indices, length: int, what: str) -> Int[Array, " Q"
     return jnp.asarray(indices, jnp.int32)
 
 
-class _Tokens(NamedTuple):
-    """Queries or keys, and the arrays that blocks of logits need. None = absent.
+class _EncodedAttention(NamedTuple):
+    """Queries and keys, encoded, scaled and rounded as in `attention`, and what blocks of logits need of them."""
 
-    Attributes:
-      vectors: encoded; queries [B, G, M, T, K], scaled, where M share a key head; keys [B, G, T, K].
-      index: [T] of the token in its sequence.
-      positions, segments: [B or 1, T].
-      first: [B or 1, T] of queries only: the index of the first token of their segment.
-      key_bias: [B, H, T] of keys only.
-    """
+    query: Float[Array, "B G M Q K"]
+    key: Float[Array, "B G T K"]
+    index: Int[Array, " Q"]  # of each query in its sequence
+    first: Int[Array, "#B Q"]  # the index of the first token of its segment
+    inputs: AttentionInputs
 
-    vectors: jax.Array
-    index: jax.Array
-    positions: jax.Array | None = None
-    segments: jax.Array | None = None
-    first: jax.Array | None = None
-    key_bias: jax.Array | None = None
+    def of_queries(self, f: Callable[[jax.Array, int], jax.Array]) -> _EncodedAttention:
+        """With f(array, axis of the queries) of every array of queries."""
+        inputs = self.inputs.of_tokens(lambda x: f(x, 1), lambda x: x)
+        return _EncodedAttention(f(self.query, -2), self.key, f(self.index, 0), f(self.first, 1), inputs)
 
-    def each(self, f: Callable[[jax.Array, int], jax.Array]) -> _Tokens:
-        """f(array, axis of the tokens) of every array."""
-        return _Tokens(f(self.vectors, -2), *(None if x is None else f(x, -1) for x in self[1:]))
+    def of_keys(self, f: Callable[[jax.Array, int], jax.Array]) -> _EncodedAttention:
+        """With f(array, axis of the keys) of every array of keys."""
+        return self._replace(key=f(self.key, -2), inputs=self.inputs.of_tokens(lambda x: x, lambda x: f(x, 1)))
+
+    def logits(self, first_key: jax.Array | int) -> Float32[Array, "B G M Q S"]:
+        """The logit of every query with every key, MASKED for keys that it does not see."""
+        inputs, bias = self.inputs, None
+        distance = self.index[:, None] - first_key - jnp.arange(self.key.shape[2], dtype=jnp.int32)
+        if inputs.bias is not None:
+            H = self.query.shape[1] * self.query.shape[2]
+            bias = inputs.bias.block(inputs.query_positions, inputs.key_positions, H)
+        return masked_logits(self.query, self.key, distance, inputs, bias=bias)
 
 
-def _queries_and_keys(
+def _encoded(
     query: jax.Array,
     key: jax.Array,
     encoding: LayerEncoding,
     x: jax.Array | None,
     positions: jax.Array | None,
     segments: jax.Array | None,
-) -> tuple[_Tokens, _Tokens]:
-    """All tokens, encoded, scaled and rounded as in `attention`."""
+    window: int | None,
+) -> _EncodedAttention:
     B, T, H, K = query.shape
     G, hooks = key.shape[2], encoding.hooks
     check_heads(H, G)
@@ -165,21 +168,24 @@ def _queries_and_keys(
         name = type(refused[0][1].encoding).__name__
         raise UnsupportedError(f"The attention of {name} is not measured: it replaces all logits of a query.")
     index = jnp.arange(T, dtype=jnp.int32)
-    at, bias_of_keys = index[None] if positions is None else positions, None
-    if hooks.hooks:
-        x = jnp.zeros((B, T, 0), query.dtype) if x is None else x
-        inputs, _ = hook_inputs(hooks, x, segments=segments)
-        query, key = encode(hooks, query, key, at, inputs)
-        bias_of_keys = key_bias(hooks, inputs, H)
+    at = index[None] if positions is None else positions
+    query, key, inputs_of_hooks = encoded(hooks, query, key, x, at, segments)
     query = scaled(encode_queries(query, encoding, G), encoding.scale(K))
     key = encode_keys(key, encoding, H)
-    G = key.shape[2]
-    queries = query.reshape(B, T, G, H // G, -1).transpose(0, 2, 3, 1, 4)
-    used = at if encoding.slope is not None or hooks.having("bias") else None
-    return (
-        _Tokens(queries, index, used, segments, _first_of_segment(index, segments)),
-        _Tokens(key.transpose(0, 2, 1, 3), index, used, segments, key_bias=bias_of_keys),
+    G, bias = key.shape[2], position_bias(hooks)
+    used = at if encoding.slope is not None or bias is not None else None
+    inputs = AttentionInputs(
+        slope=encoding.slope,
+        query_positions=used,
+        key_positions=used,
+        query_segments=segments,
+        key_segments=segments,
+        key_bias=key_bias(hooks, inputs_of_hooks, H),
+        bias=bias,
+        window=window,
     )
+    query = query.reshape(B, T, G, H // G, -1).transpose(0, 2, 3, 1, 4)
+    return _EncodedAttention(query, key.transpose(0, 2, 1, 3), index, _first_of_segment(index, segments), inputs)
 
 
 def _first_of_segment(index: jax.Array, segments: jax.Array | None) -> Int[Array, "#B T"]:
@@ -197,60 +203,38 @@ def _first_of_segment(index: jax.Array, segments: jax.Array | None) -> Int[Array
     return jax.vmap(of_row)(segments)
 
 
-def _logits(
-    queries: _Tokens, keys: _Tokens, encoding: LayerEncoding, window: int | None
-) -> Float32[Array, "B G M T S"]:
-    """The logit of every query with every key, MASKED for keys that it does not see."""
-    distance = queries.index[:, None] - keys.index[None, :]
-    function, bias = position_bias(encoding.hooks), None
-    if function is not None:
-        num_heads = queries.vectors.shape[1] * queries.vectors.shape[2]
-        bias = function.block(queries.positions, keys.positions, num_heads)
-    inputs = AttentionInputs(
-        slope=encoding.slope,
-        query_positions=queries.positions,
-        key_positions=keys.positions,
-        query_segments=queries.segments,
-        key_segments=keys.segments,
-        key_bias=keys.key_bias,
-        window=window,
-    )
-    return masked_logits(queries.vectors, keys.vectors, distance, inputs, bias=bias)
-
-
 @functools.partial(jax.jit, static_argnames="window")
 def _rows(query, key, encoding, x, positions, segments, rows, window):  # noqa: ANN001, ANN202
     B, T, H = query.shape[:3]
-    queries, keys = _queries_and_keys(query, key, encoding, x, positions, segments)
-    queries = queries.each(lambda x, axis: jnp.take(x, rows, axis))
-    logits = _logits(queries, keys, encoding, window)
+    found = _encoded(query, key, encoding, x, positions, segments, window)
+    logits = found.of_queries(lambda x, axis: jnp.take(x, rows, axis)).logits(0)
     return softmax(logits, sink(encoding.hooks, H)).reshape(B, H, len(rows), T)
 
 
 @functools.partial(jax.jit, static_argnames=("window", "block"))
 def _statistics(query, key, encoding, x, positions, segments, queries, window, block):  # noqa: ANN001, ANN202
     B, T, H = query.shape[:3]
-    chosen, keys = _queries_and_keys(query, key, encoding, x, positions, segments)
+    chosen = _encoded(query, key, encoding, x, positions, segments, window)
     of_sink = sink(encoding.hooks, H)
     if queries is not None:
-        chosen = chosen.each(lambda x, axis: jnp.take(x, queries, axis))
+        chosen = chosen.of_queries(lambda x, axis: jnp.take(x, queries, axis))
     Q = len(chosen.index)
     t, s = min(block, Q), min(block, T)
     # Queries are padded by copies of the last one, keys by tokens that are later than all queries.
-    chosen = chosen.each(lambda x, axis: padded(x, axis, t, "edge"))
-    keys = keys.each(lambda x, axis: padded(x, axis, s))._replace(index=jnp.arange(T + -T % s))
+    chosen = chosen.of_queries(lambda x, axis: padded(x, axis, t, "edge"))
+    chosen = chosen.of_keys(lambda x, axis: padded(x, axis, s))
 
     def of_block(i: jax.Array) -> AttentionStatistics:
-        asking = chosen.each(lambda x, axis: jax.lax.dynamic_slice_in_dim(x, i * t, t, axis))
+        asking = chosen.of_queries(lambda x, axis: jax.lax.dynamic_slice_in_dim(x, i * t, t, axis))
         first = jnp.broadcast_to(asking.first, (asking.first.shape[0], t))
         own = jnp.broadcast_to(asking.index, first.shape)
         targets = jnp.stack([own, own - 1, first], -1)[:, None, None]  # [B or 1, 1, 1, t, 3]
-        rows = asking.vectors.shape[:4]
+        rows = asking.query.shape[:4]
 
         def add_block(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             highest, found, weighted, sums = carry
-            seen = keys.each(lambda x, axis: jax.lax.dynamic_slice_in_dim(x, j * s, s, axis))
-            logits = _logits(asking, seen, encoding, window)
+            block = asking.of_keys(lambda x, axis: jax.lax.dynamic_slice_in_dim(x, j * s, s, axis))
+            logits = block.logits(j * s)
             here = targets - j * s
             there = jnp.take_along_axis(logits, jnp.clip(here, 0, s - 1), axis=-1)
             found = jnp.where((here >= 0) & (here < s), there, found)
@@ -268,12 +252,7 @@ def _statistics(query, key, encoding, x, positions, segments, queries, window, b
             far = (asking.index - j * s).astype(jnp.float32) * new[..., 0] - new[..., 1]
             return new_highest, found, weighted, sums * shrink[..., None] + new.at[..., 1].set(far)
 
-        start = (
-            jnp.full(rows, FLOOR),
-            jnp.full((*rows, 3), MASKED),
-            jnp.zeros(rows),
-            jnp.zeros((*rows, 2)),
-        )
+        start = jnp.full(rows, FLOOR), jnp.full((*rows, 3), MASKED), jnp.zeros(rows), jnp.zeros((*rows, 2))
         if of_sink is not None:
             highest = jnp.broadcast_to(of_sink.reshape(rows[1], rows[2], 1), rows)
             start = (highest, *start[1:3], start[3].at[..., 0].set(1.0))

@@ -131,10 +131,8 @@ def plan(
     """The layout of a cache for sequences of at most `capacity` tokens.
 
     Args:
-      config: a completed model config.
-      structure: of the schedule, one per layer.
-      follows: which layers' schedule depends on the length (`Layer.follows_length`).
-      capacity: tokens per sequence.
+      config: completed.
+      structure, follows: of each layer; `follows`: its schedule depends on the length (`Layer.follows_length`).
       scan: repeat equal layers by a scan; else each layer is its own pattern.
       kernel_rotates: a kernel reads caches, and it can rotate keys as it reads them.
     """
@@ -153,8 +151,7 @@ def plan(
 
 
 def _plain(structure: LayerStructure) -> bool:
-    """Whether a kernel supports the layer's hooks: those that change only queries, keys and outputs, or add a relative
-    bias."""
+    """Whether a kernel supports the layer's hooks: they change queries, keys and outputs, or add a relative bias."""
     return hook_features(structure.hooks, positions=False) <= {"distance bias"}
 
 
@@ -322,46 +319,35 @@ def forward_chunk(
             inputs_of_hooks, sums = hook_inputs(hooks, normed, before or None)
             q, k = encode(hooks, q, k, positions, inputs_of_hooks)
             bias_of_keys = key_bias(hooks, inputs_of_hooks, config.heads)
-            out, new = attend_encoded(q, k, v, functions, bias_of_keys, sums)
-            return output(hooks, inputs_of_hooks, out, v), new
-
-        def attend_encoded(
-            q: Any, k: Any, v: Any, functions: Any, bias_of_keys: Any, sums: Any
-        ) -> tuple[jax.Array, Slots]:
+            rotated = encode_keys(k, encoding, config.heads)
+            new_key = rotated if cached.rotated else k
             if by_kernel and sharded and not ring:
-                if cached.rotated:
-                    q = encode_queries(q, encoding, v.shape[2])
-                    k = encode_keys(k, encoding, q.shape[2])
+                q = encode_queries(q, encoding, v.shape[2]) if cached.rotated else q
                 cache = KVCache(slots.key, slots.value, at)
-                out, *new = write_and_attend(kernel, q, k, v, cache, scale, inputs)
-                summed = write(slots, at, cached, k, v, chunk, None, sums).sums if sums else ()
-                return out, Slots(*new, sums=summed)
-            slots_encoding = None
-            if not cached.rotated:
-                at_slots = rotated_to(cached)
-                slots_encoding = model.layer_encoding(arrays, structure, at_slots, slot_tables[cached.slots])
-            encoded = encode_keys(k, encoding, model.config.heads)
-
-            def written() -> Slots:
-                return write(slots, at, cached, encoded if cached.rotated else k, v, chunk, bias_of_keys, sums)
-
+                out, *new = write_and_attend(kernel, q, new_key, v, cache, scale, inputs)
+                summed = write(slots, at, cached, new_key, v, chunk, None, sums).sums if sums else ()
+                return output(hooks, inputs_of_hooks, out, v), Slots(*new, sums=summed)
+            written = write(slots, at, cached, new_key, v, chunk, bias_of_keys, sums)
             # If the cache is written before it is read, XLA updates it in place; else XLA copies it. But a chunk that
             # is written to a ring replaces tokens that its own queries still see: then the ring is read first.
-            write_first = not ring or C == 1
-            after = written() if write_first else None
-            now = after or slots
+            now = slots if ring and C > 1 else written
             if by_kernel:
                 used, of_cache = start + C, inputs
                 if ring:  # all tokens in it are visible
                     used, of_cache = jnp.minimum(used, cached.slots), replace(inputs, window=None)
                 queries = scaled(encode_queries(q, encoding, k.shape[2]), scale)
                 cache = KVCache(now.key, now.value, at)
-                return attend_to_cache(kernel, queries, cache, replace(of_cache, used=used)), now
+                out = attend_to_cache(kernel, queries, cache, replace(of_cache, used=used))
+                return output(hooks, inputs_of_hooks, out, v), written
+            slots_encoding = None
+            if not cached.rotated:
+                at_slots = rotated_to(cached)
+                slots_encoding = model.layer_encoding(arrays, structure, at_slots, slot_tables[cached.slots])
             used = jnp.minimum(chunk.counts.max(), cached.slots)
             view = CacheView(now.key, now.value, at, tokens_at[cached.slots], used, slots_encoding, now.key_bias)
             out = cached_attention(
                 q,
-                encoded,
+                rotated,
                 v,
                 view,
                 encoding,
@@ -370,7 +356,7 @@ def forward_chunk(
                 key_bias=bias_of_keys,
                 functions=functions,
             )
-            return out, after or written()
+            return output(hooks, inputs_of_hooks, out, v), written
 
         x, new, _ = model.block(block_params).attend_by(x, attend)
         return x, new

@@ -40,6 +40,8 @@ from pe_lab.positional import (
 from pe_lab.positional.hooks import has, parameter_settings
 
 Params = dict[str, Any]
+Tokens = Int[Array, "B T"]
+Positions = Int[Array, "#B T"]
 
 
 class Model:
@@ -115,12 +117,7 @@ class Model:
         return sum(x.size for x in jax.tree.leaves(self.shapes))
 
     def hidden(
-        self,
-        params: Params,
-        tokens: Int[Array, "B T"],
-        positions: Int[Array, "#B T"] | None,
-        segments: Int[Array, "B T"] | None,
-        schedule: Schedule,
+        self, params: Params, tokens: Tokens, positions: Positions | None, segments: Tokens | None, schedule: Schedule
     ) -> Float[Array, "B T D"]:
         """The output of the final norm, in the compute dtype.
 
@@ -137,9 +134,9 @@ class Model:
     def forward(
         self,
         params: Params,
-        tokens: Int[Array, "B T"],
-        positions: Int[Array, "#B T"] | None,
-        segments: Int[Array, "B T"] | None,
+        tokens: Tokens,
+        positions: Positions | None,
+        segments: Tokens | None,
         schedule: Schedule,
         collect: bool = False,
     ) -> ForwardPass:
@@ -227,41 +224,31 @@ class Model:
         """The positional encoding of one layer, for attention.
 
         Args:
-          arrays: the layer's part of `layer_arrays`.
-          structure: the compiled part of its encoding.
-          positions: of the tokens.
+          arrays, learned: the layer's part of `layer_arrays` and of `layers.positional`.
           tables: cos and sin, if they are computed already.
-          learned: the layer's part of `layers.positional`.
         """
         fixed_freq, gain, slope, logit_scale = arrays
         cos, sin, rotation = None, None, None
         if structure.rotates:
-            cos, sin = self.tables(fixed_freq, gain, structure, positions) if tables is None else tables
-            chosen = self._distinct(structure)
-            rotation = KeyRotation(fixed_freq[chosen], gain[chosen])
+            rotation = self._rotation(fixed_freq, gain, structure)
+            cos, sin = rotation_tables(*rotation, positions) if tables is None else tables
         slope = slope if structure.slopes else None
         hooks = Hooks(tuple((learned or {}).get(one.parameters, {}) for one in structure.hooks), structure.hooks)
         return LayerEncoding(cos, sin, slope, logit_scale, hooks, rotation)
 
-    def tables(
-        self, fixed_freq: jax.Array, gain: jax.Array, structure: LayerStructure, positions: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """cos and sin [B or 1, T, rotations, R] with one per layer, key head or query head, as the layer needs."""
-        chosen = self._distinct(structure)
-        return rotation_tables(fixed_freq[chosen], gain[chosen], positions)
-
     def shared_tables(self, schedule: Schedule, positions: Int[Array, "#B T"]) -> tuple[jax.Array, jax.Array] | None:
-        """`tables` of all layers that rotate; None if the schedule does not say that they have the same rotation."""
+        """cos and sin [B or 1, T, rotations, R] of all layers that rotate; None if they may have several rotations."""
         if not schedule.same_rotation:
             return None
         n = next(i for i, s in enumerate(schedule.structure) if s.rotates)
         fixed_freq, gain = jnp.asarray(schedule.fixed_freq), jnp.asarray(schedule.gain)
-        return self.tables(fixed_freq[n], gain[n], schedule.structure[n], positions)
+        return rotation_tables(*self._rotation(fixed_freq[n], gain[n], schedule.structure[n]), positions)
 
-    def _distinct(self, structure: LayerStructure) -> slice:
+    def _rotation(self, fixed_freq: jax.Array, gain: jax.Array, structure: LayerStructure) -> KeyRotation:
         """The distinct ones among the H rotations of a layer: one, one per key head, or all."""
         step = {"shared": self.config.heads, "grouped": self.config.heads // self.config.kv_heads, "split": 1}
-        return slice(None, None, step[structure.heads])
+        chosen = slice(None, None, step[structure.heads])
+        return KeyRotation(fixed_freq[chosen], gain[chosen])
 
     def attention_request(
         self, structure: LayerStructure, length: int, segments: bool = False, partial: bool | None = None
@@ -288,17 +275,15 @@ class Model:
         return tuple(choose(config.attention, request, config.attention_chunk) for request in requests)
 
     def apply(
-        self,
-        params: Params,
-        tokens: Int[Array, "B T"],
-        positions: Int[Array, "#B T"] | None,
-        segments: Int[Array, "B T"] | None,
-        schedule: Schedule,
+        self, params: Params, tokens: Tokens, positions: Positions | None, segments: Tokens | None, schedule: Schedule
     ) -> Float[Array, "B T V"]:
         """Next-token logits, float32. Arguments as in `hidden`."""
-        x = self.hidden(params, tokens, positions, segments, schedule)
-        weights = self.unembedding(params).astype(x.dtype)
-        return jnp.einsum("btd,vd->btv", x, weights, preferred_element_type=jnp.float32)
+        return self.logits(params, self.hidden(params, tokens, positions, segments, schedule))
+
+    def logits(self, params: Params, hidden: Float[Array, "*tokens D"]) -> Float[Array, "*tokens V"]:
+        """Float32 logits from the output of the final norm."""
+        weights = self.unembedding(params).astype(hidden.dtype)
+        return jnp.einsum("...d,vd->...v", hidden, weights, preferred_element_type=jnp.float32)
 
     def unembedding(self, params: Params) -> Float[Array, "V D"]:
         """The output embedding, which is the input embedding if they are tied."""
@@ -352,7 +337,7 @@ class ForwardPass(NamedTuple):
 
 
 class LossSums(NamedTuple):
-    """Sums over the tokens of a batch of weight times the logged loss, and times each auxiliary number."""
+    """Sums over a batch's tokens of weight times the logged loss, and times each auxiliary number."""
 
     loss: Float[Array, ""]
     auxiliary: dict[str, Float[Array, ""]]
@@ -389,12 +374,10 @@ def in_order(values: Shaped[Array, "B T"], length: int, places: Int[np.ndarray, 
 
 
 def _reordered(
-    tokens: Int[Array, "B T"], positions: Int[Array, "#B T"] | None, segments: Int[Array, "B T"] | None
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None, np.ndarray | None]:
-    """Tokens, positions and segments in the order of a context axis, and the place of each token.
-
-    A sequence that does not divide is padded at its end, where causality hides the padding.
-    """
+    tokens: Tokens, positions: Positions | None, segments: Tokens | None
+) -> tuple[Tokens, Positions | None, Tokens | None, np.ndarray | None]:
+    """Tokens, positions and segments in the order of a context axis, and the place of each token."""
+    # A sequence that does not divide is padded at its end, where causality hides the padding.
     parts, length = context_size(), tokens.shape[1]
     if parts == 1:
         return tokens, positions, segments, None
@@ -417,10 +400,7 @@ def layer_arrays(schedule: Schedule) -> tuple[jax.Array | np.ndarray, ...]:
 def _repeat(
     group: Any, x: jax.Array, data: Any, learned: Any, repetition: Repetition, scan: bool
 ) -> tuple[jax.Array, Any]:
-    """Applies `group` (one period of layers) `repetition.repeats` times to its part of the stacked `data`.
-
-    `learned` is stacked over the repeats (`learned_of_repetition`). What `group` returns beside x is stacked.
-    """
+    """Applies `group`, one period of layers, to each of its parts of `data`; what it returns beside x is stacked."""
     stop = repetition.start + repetition.period * repetition.repeats
     part = jax.tree.map(
         lambda a: a[repetition.start : stop].reshape(repetition.repeats, repetition.period, *a.shape[1:]), data

@@ -23,7 +23,7 @@ from pe_lab.model.decoder import Model, Params, layer_arrays
 from pe_lab.model.learned import learned_of_layer
 from pe_lab.model.programs import ChunkedForward
 from pe_lab.parallel import AxisRules, make_mesh, use_mesh
-from pe_lab.positional import Layer, Schedule, build_schedule, label
+from pe_lab.positional import Layer, build_schedule, label
 from pe_lab.positional.hooks import has
 
 ArrayLike = jax.Array | np.ndarray
@@ -44,7 +44,6 @@ class Check:
     """One property of an encoding.
 
     Attributes:
-      name: of the property.
       found: whether it holds; None: not measured here.
       claimed: whether the encoding says that it holds; None: every encoding must, or it says nothing.
       detail: the largest difference, or the reason why nothing was measured.
@@ -94,18 +93,40 @@ class TinyModel:
     @functools.cached_property
     def hidden(self) -> Callable[..., Float[Array, "B T D"]]:
         """The compiled hidden states by parameters, tokens, positions and segments."""
-        return jit(functools.partial(_hidden, self.model, self.schedule))
+        return jit(functools.partial(self.model.hidden, schedule=self.schedule))
 
     @functools.cached_property
     def pulled(self) -> Callable[..., tuple[Float[Array, "B T D"], Params]]:
-        """The compiled hidden states and gradients of their product with a direction; see `_pulled`."""
-        return jit(functools.partial(_pulled, self.model, self.schedule))
+        """The compiled hidden states and gradients of their product with a direction."""
+        return self.compile_pulled()
 
-    def of_documents(self, direction: ArrayLike, cut: int = 0, first: int = 0, pulled: Any = None) -> tuple[Any, Any]:
-        """`pulled` of two documents, the second from token `cut` on, or of one (0); `first`: where positions begin."""
+    def compile_pulled(self, penalties: bool = True) -> Callable[..., tuple[Float[Array, "B T D"], Params]]:
+        """`pulled`, compiled for the current mesh; with or without the gradients of penalties."""
+
+        def product(
+            params: Params, tokens: Any, positions: Any, segments: Any, direction: Any
+        ) -> tuple[jax.Array, jax.Array]:
+            hidden = self.model.hidden(params, tokens, positions, segments, self.schedule)
+            total = (hidden * direction).sum()
+            return total + sum(self.model.penalties(params).values()) if penalties else total, hidden
+
+        def pulled(*inputs: Any) -> tuple[jax.Array, Params]:
+            gradients, hidden = jax.grad(product, has_aux=True)(*inputs)
+            return hidden, gradients
+
+        return jit(pulled)
+
+    def of_documents(
+        self, direction: ArrayLike, cut: int = 0, first: int = 0, moved: int = 0, pulled: Any = None
+    ) -> tuple[Any, Any]:
+        """`pulled` of two documents, the second from token `cut` on, or of one (0).
+
+        `first` is where positions begin. The first `moved` tokens are at the end.
+        """
         at = np.arange(LENGTH)
         positions, segments = (np.tile(x, (2, 1)).astype(np.int32) for x in (first + at - cut * (at >= cut), at >= cut))
-        return (pulled or self.pulled)(self.params, self.tokens, positions, segments, direction)
+        tokens = jnp.roll(self.tokens, -moved, axis=1)
+        return (pulled or self.pulled)(self.params, tokens, positions, segments, direction)
 
     def claims(self, name: str) -> bool:
         """Whether all encodings of the layer say that a property holds."""
@@ -114,31 +135,6 @@ class TinyModel:
 
 def _normal(random: np.random.Generator, *shape: int) -> Float[Array, "*shape"]:
     return jnp.asarray(random.standard_normal(shape), jnp.float32)
-
-
-def _hidden(model: Model, schedule: Schedule, params: Params, tokens: Any, positions: Any, segments: Any) -> jax.Array:
-    return model.hidden(params, tokens, positions, segments, schedule)
-
-
-def _pulled(
-    model: Model,
-    schedule: Schedule,
-    params: Params,
-    tokens: Any,
-    positions: Any,
-    segments: Any,
-    direction: Any,
-    penalties: bool = True,
-) -> tuple[jax.Array, Params]:
-    """The hidden states, and the gradients of their product with a direction, and of penalties where `penalties`."""
-
-    def product(params: Params) -> tuple[jax.Array, jax.Array]:
-        hidden = _hidden(model, schedule, params, tokens, positions, segments)
-        total = (hidden * direction).sum()
-        return total + sum(model.penalties(params).values()) if penalties else total, hidden
-
-    gradients, hidden = jax.grad(product, has_aux=True)(params)
-    return hidden, gradients
 
 
 def _difference(name: str, a: Any, b: Any, claimed: bool | None = None) -> Check:
@@ -225,17 +221,9 @@ def packed(subject: TinyModel) -> Check:
         tokens = np.flatnonzero(document)
         hidden, gradients = subject.of_documents(direction, CUT)
         together.append((hidden[:, tokens], gradients))
-        hidden, gradients = _alone(subject, direction, moved)
+        hidden, gradients = subject.of_documents(jnp.roll(direction, -moved, axis=1), moved=moved)
         alone.append((hidden[:, tokens - moved], gradients))
     return _difference("packed", together, alone)
-
-
-def _alone(subject: TinyModel, direction: ArrayLike, moved: int) -> tuple[jax.Array, Params]:
-    """`of_documents` of one document: the tokens from `moved` on, and then those before."""
-    zeros = np.zeros((2, LENGTH), np.int32)
-    positions = np.tile(np.arange(LENGTH, dtype=np.int32), (2, 1))
-    tokens, direction = (jnp.roll(x, -moved, axis=1) for x in (subject.tokens, direction))
-    return subject.pulled(subject.params, tokens, positions, zeros, direction)
 
 
 def context_parallel(subject: TinyModel, devices: int = 2) -> Check:
@@ -248,7 +236,7 @@ def context_parallel(subject: TinyModel, devices: int = 2) -> Check:
     try:
         with use_mesh(make_mesh(MeshConfig(data=1, context=devices), jax.devices()[:devices]), AxisRules()):
             subject.model.attention_by_layer(subject.schedule.structure, LENGTH, segments=True)  # as training begins
-            sharded = jit(functools.partial(_pulled, subject.model, subject.schedule))
+            sharded = subject.compile_pulled()
             for cut in (0, CUT):
                 found.append(subject.of_documents(subject.direction, cut, pulled=sharded))
     except UserError as error:
@@ -265,7 +253,7 @@ def learned(subject: TinyModel) -> Check:
     """
     alone = None
     if any(has(encoding, "penalty") for encoding, _ in subject.model.learned.values()):
-        alone = jit(functools.partial(_pulled, subject.model, subject.schedule, penalties=False))
+        alone = subject.compile_pulled(penalties=False)
     gradients = subject.of_documents(subject.direction, pulled=alone)[1]["layers"].get("positional", {})
     without = []
     for name, settings in subject.model.encoding_settings.items():

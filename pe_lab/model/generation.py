@@ -153,7 +153,11 @@ class Ending:
         if self._decode is None:
             return ""
         self._tokens.append(int(token))
-        return self._extend(self._complete())
+        text = self._pending()
+        if not text or text.endswith(INCOMPLETE):
+            return ""
+        self._from, self._read = self._read, len(self._tokens)
+        return self._extend(text)
 
     def finish(self) -> str:
         """Ends the text; returns the rest of it."""
@@ -168,18 +172,10 @@ class Ending:
 
     def _pending(self) -> str:
         """The undecoded part of the text. It is decoded with the tokens before, on which it may depend."""
-        if self._decode is None or self._read == len(self._tokens):
+        if self._read == len(self._tokens):
             return ""
         known = self._decode(self._tokens[self._from : self._read])
         return self._decode(self._tokens[self._from :])[len(known) :]
-
-    def _complete(self) -> str:
-        """The undecoded part of the text if it ends with a complete character, else ""."""
-        text = self._pending()
-        if not text or text.endswith(INCOMPLETE):
-            return ""
-        self._from, self._read = self._read, len(self._tokens)
-        return text
 
     def _extend(self, complete: str) -> str:
         before, self._whole = len(self._whole), self._whole + complete
@@ -255,18 +251,13 @@ class Decoder(Programs):
         decode: Decode | None = None,
         statistics: GenerationStatistics | None = None,
     ) -> list[Ending]:
-        """Continues prompts until each has ended, or has `max_new_tokens`.
+        """The continuation of each prompt, ids and text, until it has ended or has `max_new_tokens`.
 
         Args:
           weights: from `prepare`, to reuse between calls.
           prompts: token ids [n] each, of any lengths, without padding.
-          schedules: the positional encoding.
-          request: how prompts are continued.
           decode: ids -> text; needed for text and for stop strings.
           statistics: counts and seconds are added to it.
-
-        Returns:
-          The continuation of each prompt: its ids and its text.
 
         Raises:
           ConfigError: an empty prompt, ids outside the vocabulary, a prompt longer than the cache, stop strings without
@@ -327,10 +318,7 @@ class Decoder(Programs):
 
 
 class _GenerationBatch:
-    """A batch in generation: its KV cache, its lengths, and the schedule of the cache.
-
-    `numbers` are the prompts' numbers, on which sampling depends.
-    """
+    """A batch in generation; `numbers` are those of the prompts, on which sampling depends."""
 
     def __init__(
         self,
@@ -359,7 +347,10 @@ class _GenerationBatch:
 
         The host reads one step behind: it starts the next step before it waits for the token of the last one.
         """
-        token = self._begin()
+        self._statistics.prompt_tokens += sum(map(len, self._prompts[: self._real]))
+        with self._timed("prefill_seconds"):
+            longest = max(map(len, self._prompts))
+            token = jax.block_until_ready(self._prefill(self._prompts, self._schedules.at(longest)))
         yield self._read(token)
         for n in range(1, self._request.max_new_tokens):
             following = self._advance(token)
@@ -369,19 +360,10 @@ class _GenerationBatch:
         if self._request.max_new_tokens > 1:
             yield self._read(token)
 
-    def _begin(self) -> jax.Array:
-        """Prefills the prompts; returns the first new token of each sequence."""
-        statistics = self._statistics
-        statistics.prompt_tokens += sum(map(len, self._prompts[: self._real]))
-        with self._timed("prefill_seconds"):
-            longest = max(map(len, self._prompts))
-            token = self._prefill(self._prompts, self._schedules.at(longest))
-            return jax.block_until_ready(token)
-
     def _advance(self, token: jax.Array) -> jax.Array:
         """Starts the next step on `token` of each sequence; returns the token after it."""
+        programs, exact = self._programs, exact_cache(self._schedule)
         with self._timed("decode_seconds"):
-            exact = exact_cache(self._schedule)
             if any(self._schedules.follows) or not exact:
                 length = max(map(len, self._prompts)) + len(self._new)
                 schedule = self._schedules.at(length)
@@ -393,9 +375,9 @@ class _GenerationBatch:
                         new = np.stack([fetch(t) for t in self._new], axis=1)
                         sequences = [np.concatenate(pair) for pair in zip(self._prompts, new, strict=True)]
                         return self._prefill(sequences, schedule)
-                    self._placed = self._place(schedule)
+                    self._placed = programs.place(with_shared_rotation(schedule))
             with self._compiling():
-                token, self._lengths, self._cache = self._programs.next(
+                token, self._lengths, self._cache = programs.next(
                     self._params, self._cache, token, self._lengths, self._rows, self._draw, self._placed
                 )
             self._new.append(token)
@@ -416,7 +398,8 @@ class _GenerationBatch:
         """Computes the cache of whole sequences in chunks; returns the next token of each."""
         programs, config = self._programs, self._programs.model.config
         lengths = np.asarray([len(one) for one in sequences], np.int32)
-        self._schedule, self._placed, self._stale = schedule, self._place(schedule), 0
+        self._schedule, self._stale = schedule, 0
+        self._placed = programs.place(with_shared_rotation(schedule))
         if not exact_cache(schedule):  # without a cache: a pass over the whole sequences
             size = min(self._capacity, -(-int(lengths.max()) // WHOLE) * WHOLE)
             tokens = part_of(sequences, 0, size)
@@ -447,9 +430,6 @@ class _GenerationBatch:
             token = programs.first(self._params, last, self._lengths, self._rows, self._draw)
         self._new.append(token)
         return token
-
-    def _place(self, schedule: Schedule) -> Schedule:
-        return self._programs.place(with_shared_rotation(schedule))
 
     @contextlib.contextmanager
     def _compiling(self) -> Iterator[None]:

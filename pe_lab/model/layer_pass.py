@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pe_lab.attention import LayerEncoding, attention
-from pe_lab.attention.hooks import encode, hook_inputs
+from pe_lab.attention.hooks import encoded
 from pe_lab.attention.statistics import refuse_sharded_sequences
 from pe_lab.config import ModelConfig
 from pe_lab.errors import ConfigError
@@ -22,16 +22,12 @@ from pe_lab.positional import LayerStructure, Schedule
 
 
 class LayerView(NamedTuple):
-    """What a measurement sees of one layer.
+    """What a measurement sees of one layer; `positions`, `segments` and `window` as in `attention`.
 
     Attributes:
       x: the input of the layer, the residual stream.
       normed: the input of its attention, after the norm.
       query, key, value: projected and normalized, not rotated, not scaled.
-      encoding: the positional encoding of the layer.
-      positions, segments: of the tokens; None: counted from 0, one document.
-      window: the number of tokens that a query attends to; None: all.
-      params: the layer's parameters.
       number: of the layer; traced, so that all layers of a structure share a program.
       block: tokens of a block, for measurements in blocks.
     """
@@ -52,9 +48,7 @@ class LayerView(NamedTuple):
 
 def hook_encoded(view: LayerView) -> tuple[Float[Array, "B T H any"], Float[Array, "B T heads any"]]:
     """The queries and keys of a layer after the `encode` hooks of its encodings, neither rotated nor scaled."""
-    positions = jnp.arange(view.x.shape[1], dtype=jnp.int32)[None] if view.positions is None else view.positions
-    inputs, _ = hook_inputs(view.encoding.hooks, view.normed, segments=view.segments)
-    return encode(view.encoding.hooks, view.query, view.key, positions, inputs)
+    return encoded(view.encoding.hooks, view.query, view.key, view.normed, view.positions, view.segments)[:2]
 
 
 Measure = Callable[[LayerView, Any], Any]
@@ -84,7 +78,7 @@ def layer_pass(
     computed.
 
     Args:
-      model, params, tokens, schedule, positions, segments: as `Model.hidden` takes them.
+      params, tokens, schedule, positions, segments: as `Model.hidden` takes them.
       measure: (view, data) -> a pytree of arrays, in a compiled program. It is part of the program's identity: pass a
         function of a module or a frozen dataclass, not a new lambda for each call.
       layers: which to measure; None: all.
@@ -97,10 +91,8 @@ def layer_pass(
     # Traced and not computed, for the errors of a schedule that does not fit.
     jax.eval_shape(functools.partial(model.hidden, schedule=schedule), params, tokens, positions, segments)
     chosen = checked_layers(model.config.layers, layers)
-    positions, segments = (None if x is None else jnp.asarray(x) for x in (positions, segments))
-    stacked = _stacked(params, schedule)
-    data = jax.tree.map(jnp.asarray, data)
-    return _layers(model, params, tokens, schedule.structure, stacked, measure, chosen, positions, segments, data)
+    run = _runner(model, params, schedule, positions, segments)
+    return _measured(run, functools.partial(embed, model, params, jnp.asarray(tokens)), measure, chosen, data)
 
 
 def advance(
@@ -117,17 +109,12 @@ def advance(
     """The residual stream at the input of layer `stop`, from `x`, that at the input of layer `start`.
 
     The input of layer 0 is `embed`'s, and that of layer N the output of the last layer. Layers of one structure share
-    a compiled program.
-
-    Args:
-      model, params, schedule, positions, segments: as `Model.hidden` takes them.
+    a compiled program. Other arguments as in `layer_pass`.
     """
-    positions, segments = (None if x is None else jnp.asarray(x) for x in (positions, segments))
-    stacked = _stacked(params, schedule)
+    run = _runner(model, params, schedule, positions, segments)
     x = jnp.array(x)  # a copy, because each layer's program reuses its input's memory
     for n in range(start, stop):
-        learned = learned_of_layer(params["layers"], schedule.structure, n)
-        x, _ = _layer(model, schedule.structure[n], None, x, stacked, learned, jnp.int32(n), positions, segments, None)
+        x, _ = run(n, x)
     return x
 
 
@@ -142,13 +129,11 @@ def checked_layers(count: int, layers: Sequence[int] | None) -> tuple[int, ...]:
     return chosen
 
 
-def _layers(model, params, tokens, structure, stacked, measure, chosen, positions, segments, data):  # noqa: ANN001, ANN202
-    x = embed(model, params, jnp.asarray(tokens))
+def _measured(run, first, measure, chosen, data):  # noqa: ANN001, ANN202
+    x, data = first(), jax.tree.map(jnp.asarray, data)
     for n in range(chosen[-1] + 1):
-        used = measure if n in chosen else None
-        learned = learned_of_layer(params["layers"], structure, n)
-        x, found = _layer(model, structure[n], used, x, stacked, learned, jnp.int32(n), positions, segments, data)
-        if used is not None:
+        x, found = run(n, x, measure if n in chosen else None, data)
+        if n in chosen:
             yield n, jax.device_get(found)
 
 
@@ -158,8 +143,18 @@ def embed(model: Model, params: Params, tokens: Int[jax.Array, "B T"]) -> Float[
     return model.embed(params, tokens)
 
 
-def _stacked(params: Params, schedule: Schedule) -> tuple[Params, tuple[jax.Array, ...]]:
-    return split_layers(params["layers"])[0], layer_arrays(jax.tree.map(jnp.asarray, schedule))
+def _runner(
+    model: Model, params: Params, schedule: Schedule, positions: Any, segments: Any
+) -> Callable[..., tuple[jax.Array, Any]]:
+    """A function (n, x, measure, data) -> the output of layer n, and what was measured in it."""
+    positions, segments = (None if x is None else jnp.asarray(x) for x in (positions, segments))
+    stacked = split_layers(params["layers"])[0], layer_arrays(jax.tree.map(jnp.asarray, schedule))
+
+    def run(n: int, x: jax.Array, measure: Measure | None = None, data: Any = None) -> tuple[jax.Array, Any]:
+        learned, structure = learned_of_layer(params["layers"], schedule.structure, n), schedule.structure[n]
+        return _layer(model, structure, measure, x, stacked, learned, jnp.int32(n), positions, segments, data)
+
+    return run
 
 
 # Each layer's output replaces its input in memory, whatever the depth of the model.

@@ -130,40 +130,37 @@ def carried(
         return params, ""
     settings = {name: parameter_settings(encoding, shape) for name, (encoding, _) in learns.items()}
     old = split_layers(params["layers"])[1]
-    fresh: dict[str, list[int]] = {}
+    places = {key: layers for key, (_, layers) in learned_encodings(before).items()}
 
-    def former(n: int, name: str) -> str | None:
-        """The key of the parameters that layer n of the parent has of an encoding with the same name and shapes."""
+    def former(n: int, name: str) -> tuple[str, int] | None:
+        """The key and the place of the parent's parameters of layer n of an encoding with the same name and shapes."""
         encoding, _ = learns[name]
         wanted = {field: one.value.shape for field, one in settings[name].items()}
         for one, key, _ in before[n]:
             same = key is not None and registered_name(one) == registered_name(encoding)
             if same and {field: leaf.shape[1:] for field, leaf in old[key].items()} == wanted:
-                return key
+                return key, places[key].index(n)
         return None
 
-    places = {key: layers for key, (_, layers) in learned_encodings(before).items()}
-    moves: dict[str, list[tuple[int, str, int]]] = {name: [] for name in learns}  # to place, from key, at place
-    for name, (_, layers) in learns.items():
-        for i, n in enumerate(layers):
-            key = former(n, name)
-            if key is None:
-                fresh.setdefault(name, []).append(n)
-            else:
-                moves[name].append((i, key, places[key].index(n)))
+    kept = {name: [former(n, name) for n in layers] for name, (_, layers) in learns.items()}
 
     def child(params: Params) -> Params:
         blocks, old = split_layers(params["layers"])
         learned = {}
         for name, (encoding, layers) in learns.items():
             new = init_encoding(name, encoding, layers, jax.random.key(seed), shape, len(after))
-            for i, key, at in moves[name]:
-                new = jax.tree.map(lambda a, b, i=i, at=at: a.at[i].set(b[at]), new, old[key])
+            for i, source in enumerate(kept[name]):
+                if source is not None:
+                    key, at = source
+                    new = jax.tree.map(lambda a, b, i=i, at=at: a.at[i].set(b[at]), new, old[key])
             learned[name] = new
         return {**params, "layers": {**blocks, **({"positional": learned} if learned else {})}}
 
     found = jax.jit(child, out_shardings=shardings)(params)
-    dropped = sorted(set(places) - {key for moved in moves.values() for _, key, _ in moved})
-    words = [f"parameters of {name} initialized on layers {ranges(at)}" for name, at in fresh.items()]
-    words += [f"those of {name} left out" for name in dropped]
+    words = []
+    for name, (_, layers) in learns.items():
+        if fresh := [n for n, source in zip(layers, kept[name], strict=True) if source is None]:
+            words.append(f"parameters of {name} initialized on layers {ranges(fresh)}")
+    dropped = set(places) - {source[0] for sources in kept.values() for source in sources if source is not None}
+    words += [f"those of {name} left out" for name in sorted(dropped)]
     return found, "; ".join(words)

@@ -87,10 +87,6 @@ def _is_target(place: Int[Array, "*tokens"], width: int) -> Array:
     return place[..., None] == jnp.arange(width)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The loss of training
-
-
 class _Axes(NamedTuple):
     """The mesh axes of the loss: those that shard tokens, D and the vocabulary."""
 
@@ -115,7 +111,6 @@ def weighted_cross_entropy(
     Args:
       hidden: output of the final norm, in the compute dtype.
       unembedding: float32.
-      targets: token ids.
       weights: of the tokens; they are data, and have no gradient.
       chunks: parts of a device's tokens. More chunks need less memory, and add the gradient more often.
     """

@@ -41,10 +41,7 @@ def constant(value: float, shape: tuple[int, ...], axes: tuple[str | None, ...])
 def _project(
     name: str, x: Float[Array, "B T *in"], weights: nnx.Param, bias: nnx.Param | None = None, inputs: int = 1
 ) -> Float[Array, "B T *out"]:
-    """x times weights [*in, *out], plus bias [*out], in the dtype of x; `inputs` counts the axes summed over.
-
-    `name` is that of the operation in profiles and in `pe_lab.plan --explain`.
-    """
+    """x times weights [*in, *out], plus bias [*out], in the dtype of x; `inputs` counts the axes summed over."""
     rows, size = x.shape[: x.ndim - inputs], math.prod(weights.shape[:inputs])
     with jax.named_scope(name):
         # One product of two matrices, because XLA on a CPU copies the larger operand of the gradient's products into
@@ -58,11 +55,8 @@ def _project(
 
 @jax.custom_vjp
 def _wide_product(x: Float[Array, "*tokens in"], weights: Float[Array, "in out"]) -> Float[Array, "*tokens out"]:
-    """x @ weights, of products that have float32 results, as their gradients' have.
-
-    XLA on a CPU computes products of bfloat16 with the matrix instructions of the processor (AMX) only if the result is
-    float32, and else in float32, which takes five times as long.
-    """
+    # XLA on a CPU computes products of bfloat16 with the matrix instructions of the processor (AMX) only if the result
+    # is float32, and else in float32, which takes five times as long.
     return jnp.matmul(x, weights, preferred_element_type=jnp.float32).astype(x.dtype)
 
 
@@ -122,26 +116,18 @@ NORMS = {"rms": RMSNorm, "rms_plus_one": functools.partial(RMSNorm, plus_one=Tru
 
 
 def _stream_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
-    """A norm of the residual stream, of kind `config.norm`."""
     return NORMS[config.norm]((config.d_model,), ("vector",), config.norm_epsilon)
 
 
 def _qk_norm(config: ModelConfig, heads: int, axis: str) -> RMSNorm:
-    """A norm of queries or keys [B, T, heads, K]: of each head (Qwen3), or of all heads together (flat; OLMo2, DroPE).
-
-    It is an RMSNorm with an initial scale of 1, for any norm of the stream. The mean of a flat one is over heads that
-    tensor parallelism shards; XLA adds the parts.
-    """
+    """An RMSNorm of queries or keys [B, T, heads, K]: of each head (Qwen3), or of all heads (flat; OLMo2, DroPE)."""
     if config.qk_norm.endswith("flat"):
         return RMSNorm((heads, config.head_dim), (axis, "head_dim"), config.norm_epsilon)
     return RMSNorm((config.head_dim,), ("head_dim",), config.norm_epsilon)
 
 
 def _branch_std(config: ModelConfig) -> float:
-    """The initial standard deviation of the output projection of a residual branch.
-
-    Scaled, the variance of the sum over the 2N branches of N layers does not depend on N (GPT-2).
-    """
+    # Scaled, the variance of the sum over the 2N residual branches of N layers does not depend on N (GPT-2).
     return config.init_std / (2 * config.layers) ** 0.5 if config.scaled_residual_init else config.init_std
 
 

@@ -11,58 +11,43 @@ from typing import Any
 from pe_lab.config import ModelConfig, from_dict
 from pe_lab.errors import ConfigError, did_you_mean
 
-_SHAPES: dict[str, dict[str, Any]] = {
+TIED = dict(tie_embeddings=True, norm_epsilon=1e-5)
+UNTIED = dict(tie_embeddings=False, norm_epsilon=1e-5)
+QWEN = dict(tie_embeddings=True, norm_epsilon=1e-6)
+GEMMA = QWEN | dict(norm="rms_plus_one", activation="gelu_tanh", scale_embeddings=True)
+BIASES = dict(attention_bias=True, output_bias=True, mlp_bias=True)
+PYTHIA = UNTIED | BIASES | dict(norm="layer", activation="gelu", gated_mlp=False, parallel_block=True)
+
+PRESETS: dict[str, dict[str, Any]] = {
     # Llama-3.2-1B (meta-llama/Llama-3.2-1B, config.json), RoPE base 500,000. The vocabulary is the Pythia tokenizer's,
     # padded, as in section 4 of "Partial RoPE".
-    "llama_1b": dict(vocab_size=50304, layers=16, d_model=2048, d_ff=8192, heads=32, kv_heads=8, head_dim=64),
+    "llama_1b": TIED | dict(vocab_size=50304, layers=16, d_model=2048, d_ff=8192, heads=32, kv_heads=8, head_dim=64),
     # Llama-3.1-8B (meta-llama/Llama-3.1-8B, config.json) with 36 layers instead of 32 and the Pythia tokenizer,
     # as in appendix B of "Partial RoPE". RoPE base 500,000.
-    "llama_8b_36": dict(vocab_size=50304, layers=36, d_model=4096, d_ff=14336, heads=32, kv_heads=8, head_dim=128),
+    "llama_8b_36": UNTIED
+    | dict(vocab_size=50304, layers=36, d_model=4096, d_ff=14336, heads=32, kv_heads=8, head_dim=128),
     # Llama 2 7B (meta-llama/Llama-2-7b-hf, config.json), which DroPE recalibrates. RoPE base 10,000.
-    "llama2_7b": dict(vocab_size=32000, layers=32, d_model=4096, d_ff=11008, heads=32, kv_heads=32, head_dim=128),
+    "llama2_7b": UNTIED
+    | dict(vocab_size=32000, layers=32, d_model=4096, d_ff=11008, heads=32, kv_heads=32, head_dim=128),
     # SmolLM-360M (HuggingFaceTB/SmolLM-360M, config.json; DroPE table 4). RoPE base 10,000.
-    "smollm_360m": dict(vocab_size=49152, layers=32, d_model=960, d_ff=2560, heads=15, kv_heads=5, head_dim=64),
+    "smollm_360m": TIED | dict(vocab_size=49152, layers=32, d_model=960, d_ff=2560, heads=15, kv_heads=5, head_dim=64),
     # SmolLM-1.7B (HuggingFaceTB/SmolLM-1.7B, config.json), which DroPE recalibrates. RoPE base 10,000.
-    "smollm_1_7b": dict(vocab_size=49152, layers=24, d_model=2048, d_ff=8192, heads=32, kv_heads=32, head_dim=64),
+    "smollm_1_7b": TIED
+    | dict(vocab_size=49152, layers=24, d_model=2048, d_ff=8192, heads=32, kv_heads=32, head_dim=64),
     # SmolLM2-135M (HuggingFaceTB/SmolLM2-135M, config.json). RoPE base 100,000.
-    "smollm2_135m": dict(vocab_size=49152, layers=30, d_model=576, d_ff=1536, heads=9, kv_heads=3, head_dim=64),
+    "smollm2_135m": TIED | dict(vocab_size=49152, layers=30, d_model=576, d_ff=1536, heads=9, kv_heads=3, head_dim=64),
     # Qwen2-0.5B (Qwen/Qwen2-0.5B, config.json). RoPE base 1,000,000.
-    "qwen2_0_5b": dict(vocab_size=151936, layers=24, d_model=896, d_ff=4864, heads=14, kv_heads=2, head_dim=64),
+    "qwen2_0_5b": QWEN
+    | dict(attention_bias=True)
+    | dict(vocab_size=151936, layers=24, d_model=896, d_ff=4864, heads=14, kv_heads=2, head_dim=64),
     # DroPE's transformer from scratch (table 4): Qwen2-0.5B without its bias. RoPE base 1,000,000.
-    "drope_494m": dict(vocab_size=151936, layers=24, d_model=896, d_ff=4864, heads=14, kv_heads=2, head_dim=64),
+    "drope_494m": QWEN | dict(vocab_size=151936, layers=24, d_model=896, d_ff=4864, heads=14, kv_heads=2, head_dim=64),
     # Gemma 2B (google/gemma-2b, config.json), which "p-RoPE" trains from scratch (appendix C). RoPE base 10,000.
-    "gemma_2b": dict(vocab_size=256000, layers=18, d_model=2048, d_ff=16384, heads=8, kv_heads=1, head_dim=256),
+    "gemma_2b": GEMMA | dict(vocab_size=256000, layers=18, d_model=2048, d_ff=16384, heads=8, kv_heads=1, head_dim=256),
     # Pythia-1B (EleutherAI/pythia-1b, config.json), the parallel block in the paper "Partial RoPE". PartialRope of
     # 0.25 of the channels, base 10,000.
-    "pythia_1b": dict(vocab_size=50304, layers=16, d_model=2048, d_ff=8192, heads=8, kv_heads=8, head_dim=256),
+    "pythia_1b": PYTHIA | dict(vocab_size=50304, layers=16, d_model=2048, d_ff=8192, heads=8, kv_heads=8, head_dim=256),
 }
-# Tied embeddings, the epsilon of the norms, and what is not as in Llama.
-_OTHERS: dict[str, dict[str, Any]] = {
-    "llama_1b": dict(tie_embeddings=True, norm_epsilon=1e-5),
-    "llama_8b_36": dict(tie_embeddings=False, norm_epsilon=1e-5),
-    "llama2_7b": dict(tie_embeddings=False, norm_epsilon=1e-5),
-    "smollm_360m": dict(tie_embeddings=True, norm_epsilon=1e-5),
-    "smollm_1_7b": dict(tie_embeddings=True, norm_epsilon=1e-5),
-    "smollm2_135m": dict(tie_embeddings=True, norm_epsilon=1e-5),
-    "qwen2_0_5b": dict(tie_embeddings=True, norm_epsilon=1e-6, attention_bias=True),
-    "drope_494m": dict(tie_embeddings=True, norm_epsilon=1e-6, attention_bias=False),
-    "gemma_2b": dict(
-        tie_embeddings=True, norm_epsilon=1e-6, norm="rms_plus_one", activation="gelu_tanh", scale_embeddings=True
-    ),
-    "pythia_1b": dict(
-        tie_embeddings=False,
-        norm_epsilon=1e-5,
-        attention_bias=True,
-        output_bias=True,
-        mlp_bias=True,
-        norm="layer",
-        activation="gelu",
-        gated_mlp=False,
-        parallel_block=True,
-    ),
-}
-
-PRESETS = {name: shape | _OTHERS[name] for name, shape in _SHAPES.items()}
 
 
 def preset(name: str, **changes: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,11 +80,9 @@ class Programs:
     def allocate(self, layout: CacheLayout, count: int) -> Cache:
         """An empty cache for `count` sequences; `UnsupportedError` if there is less memory."""
         shapes = jax.tree.leaves(jax.eval_shape(self._allocate, layout, count))
-        needed = sum(shape.size * shape.dtype.itemsize for shape in shapes)
-        devices = jax.local_devices()[:1]
-        if self._mesh is not None:
-            devices = list(self._mesh.local_devices)
-            needed = needed * len(devices) // self._mesh.size
+        devices = jax.local_devices()[:1] if self._mesh is None else list(self._mesh.local_devices)
+        parts = 1 if self._mesh is None else self._mesh.size
+        needed = sum(shape.size * shape.dtype.itemsize for shape in shapes) * len(devices) // parts
         sequences = "one sequence" if count == 1 else f"{count} sequences"
         check_memory(
             needed,
@@ -93,12 +91,6 @@ class Programs:
             "Ask for fewer tokens or fewer sequences at a time.",
         )
         return self._allocate(layout, count)
-
-    def forward(
-        self, params: Any, cache: Cache, chunk: Chunk, schedule: Schedule
-    ) -> tuple[Float[Array, "B C D"], Cache]:
-        """`cache.forward_chunk` of this model with its kernel."""
-        return forward_chunk(self.model, params, cache, chunk, schedule, self.kernel)
 
     def _prefill(
         self,
@@ -112,7 +104,8 @@ class Programs:
     ) -> tuple[Float[Array, "B D"], Cache]:
         """Prefills tokens start .. start + C of prompts of `lengths`; `last` collects the output of each last token."""
         self.traces["prefill", *tokens.shape, cache.layout.capacity] += 1
-        x, cache = self.forward(params, cache, chunk_of(tokens, start, lengths), schedule)
+        chunk = chunk_of(tokens, start, lengths)
+        x, cache = forward_chunk(self.model, params, cache, chunk, schedule, self.kernel)
         return outputs_at((lengths - 1)[:, None], x, start, last[:, None])[:, 0], cache
 
     def _choose(
@@ -140,15 +133,10 @@ class Programs:
         self.traces["whole", *tokens.shape] += 1
         x = self.model.hidden(params, tokens, None, None, schedule)
         last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
-        logits = jnp.einsum(
-            "bd,vd->bv", last, self.model.unembedding(params).astype(x.dtype), preferred_element_type=jnp.float32
-        )
-        return choose(logits, draw, sequences, lengths)
+        return choose(self.model.logits(params, last), draw, sequences, lengths)
 
     def _logits(self, params: Any, last: Float[Array, "B D"]) -> Float[Array, "B V"]:
-        x = self.model.final_norm(params, last)
-        weights = self.model.unembedding(params).astype(x.dtype)
-        return jnp.einsum("bd,vd->bv", x, weights, preferred_element_type=jnp.float32)
+        return self.model.logits(params, self.model.final_norm(params, last))
 
     def _step(
         self,
@@ -163,7 +151,7 @@ class Programs:
         """Reads one token of each sequence, at position `lengths`; returns the next ones, the lengths and the cache."""
         self.traces["decode", tokens.shape[0], 1, cache.layout.capacity] += 1
         chunk = Chunk(tokens[:, None], lengths[:, None], lengths, jnp.ones_like(lengths))
-        x, cache = self.forward(params, cache, chunk, schedule)
+        x, cache = forward_chunk(self.model, params, cache, chunk, schedule, self.kernel)
         logits = self._logits(params, x[:, 0])
         return choose(logits, draw, sequences, lengths + 1), lengths + 1, cache
 
@@ -207,20 +195,12 @@ class Programs:
                     )
         return plan(self.model.config, structure, follows, capacity, self.scan, kernel_rotates=self.kernel is not None)
 
-    @contextlib.contextmanager
-    def on_mesh(self) -> Iterator[None]:
-        if self._mesh is None:
-            yield
-        else:
-            with use_mesh(self._mesh, self._rules):
-                yield
+    def on_mesh(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self._mesh is None else use_mesh(self._mesh, self._rules)
 
     def place(self, tree: Any) -> Any:
-        """Small arrays on the device or mesh of the programs.
-
-        They are committed to a device, like the outputs of a program: an uncommitted argument would need another
-        compilation.
-        """
+        """Small arrays on the device or mesh of the programs."""
+        # They are committed, like the outputs of a program: an uncommitted argument would need another compilation.
         if self._mesh is None:
             return jax.device_put(tree, self._device)
         return put(tree, NamedSharding(self._mesh, PartitionSpec()))
@@ -274,13 +254,8 @@ CHUNK = 512  # tokens per chunk
 class ChunkedForward(Programs):
     """The losses and hidden states of a forward pass, for sequences that are too long for one pass.
 
-    A pass over a whole sequence has the activations of all its tokens in memory. This one has those of a chunk, and the
-    keys and values of all layers. All chunks use the schedule for the whole length, so that the result does not depend
-    on the chunks.
-
-    Args:
-      config, mesh, rules: as `Programs` takes them.
-      chunk: tokens per chunk.
+    In memory are the activations of a `chunk` of tokens, and the keys and values of all layers. All chunks use the
+    schedule for the whole length, so that the result does not depend on them.
     """
 
     def __init__(
@@ -352,7 +327,7 @@ class ChunkedForward(Programs):
     ) -> tuple[Float[Array, "B C D"], Cache]:
         B, C = tokens.shape
         chunk = chunk_of(tokens, start, jnp.broadcast_to(start + C, (B,)))
-        x, cache = self.forward(params, cache, chunk, schedule)
+        x, cache = forward_chunk(self.model, params, cache, chunk, schedule, self.kernel)
         return self.model.final_norm(params, x), cache
 
     def _forward_losses(

@@ -70,14 +70,7 @@ class Draw:
 def choose(
     logits: Float[Array, "B V"], draw: Draw, sequences: Int[Array, " B"], positions: Int[Array, " B"]
 ) -> Int[Array, " B"]:
-    """One token per sequence.
-
-    Args:
-      logits: float32.
-      draw: of a `Sampling`.
-      sequences: the number of each.
-      positions: of the token that is chosen.
-    """
+    """One token per sequence, from its number and the position of the token that is chosen."""
     if draw.kind == "greedy":
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     logits = logits / draw.temperature

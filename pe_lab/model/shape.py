@@ -57,16 +57,17 @@ def complete(config: ModelConfig) -> ModelConfig:
             f"model.feed_forward: there is no '{config.feed_forward}'. {advice} Import the file that registers it, in "
             "the recipe or by --encodings=FILE.py."
         )
-    for field, allowed in (("norm", NORMS), ("activation", ACTIVATIONS), ("qk_norm", QK_NORMS)):
+    choices = {
+        "norm": NORMS,
+        "activation": ACTIVATIONS,
+        "qk_norm": QK_NORMS,
+        "remat": ("auto", *REMAT_POLICIES),
+        "attention": ("auto", *IMPLEMENTATIONS),
+    }
+    for field, allowed in choices.items():
         value = getattr(config, field)
         if value not in allowed:
             raise ConfigError(f"model.{field} is '{value}'. " + did_you_mean(str(value), list(allowed)))
-    if config.remat not in ("auto", *REMAT_POLICIES):
-        raise ConfigError(f"model.remat is '{config.remat}'. " + did_you_mean(config.remat, ["auto", *REMAT_POLICIES]))
-    if config.attention not in ("auto", *IMPLEMENTATIONS):
-        raise ConfigError(
-            f"model.attention is '{config.attention}'. " + did_you_mean(config.attention, ["auto", *IMPLEMENTATIONS])
-        )
     if config.dtype not in ("float32", "bfloat16"):
         raise ConfigError(f"model.dtype is '{config.dtype}'; it must be float32 or bfloat16.")
     return config
@@ -149,7 +150,7 @@ def train_flops_per_token(
     They are computed from the shape, because compilers count the body of a scan only once.
 
     Args:
-      config: a completed model config (`model.complete`).
+      config: completed (`model.complete`).
       sequence_length: T of the training windows.
       structure: of the layers; their windows matter for the causal count. None: full attention.
     """

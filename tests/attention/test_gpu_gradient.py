@@ -13,10 +13,9 @@ from jax import export
 from key_blocks import INTERPRET, LINES, QUICK, Case, an_h100, error, interpreter_only, request
 
 from pe_lab.attention.bias import PositionBias
-from pe_lab.attention.kernels import gpu_gradient_kernel
+from pe_lab.attention.kernels import gpu_gradient
 from pe_lab.attention.kernels.gpu import filled
-from pe_lab.attention.kernels.gpu_gradient import gpu_key_block_gradient, gradient_tiles
-from pe_lab.attention.kernels.gpu_gradient_kernel import distance_gradient
+from pe_lab.attention.kernels.gpu_gradient import distance_gradient, gpu_key_block_gradient, gradient_tiles
 from pe_lab.attention.key_block import MASKED, AttentionInputs, KeyRotation
 from pe_lab.errors import UnsupportedError
 
@@ -142,8 +141,8 @@ def test_nothing_beyond_an_array_is_read(K, monkeypatch):
         is_number = jnp.issubdtype(found.dtype, jnp.floating)
         return jnp.where(jnp.isnan(found).any(), jnp.nan, found) if is_number else found
 
-    plgpu_load = gpu_gradient_kernel.plgpu.load
-    monkeypatch.setattr(gpu_gradient_kernel.plgpu, "load", load)
+    plgpu_load = gpu_gradient.plgpu.load
+    monkeypatch.setattr(gpu_gradient.plgpu, "load", load)
     biases = dict(distance_bias=30, key_bias=2)
     check(Case(2, 40, 100, 4, 2, K, start=(30, 60), used=(41, 99), slopes=True, segments=True, **biases))
 
@@ -156,8 +155,8 @@ def test_nothing_beyond_an_array_is_written(monkeypatch):
         count = value.size if mask is None else jnp.broadcast_to(mask, value.shape).sum()
         plgpu_store(ref, jnp.full_like(value, count), mask=mask)
 
-    plgpu_store = gpu_gradient_kernel.plgpu.store
-    monkeypatch.setattr(gpu_gradient_kernel.plgpu, "store", store)
+    plgpu_store = gpu_gradient.plgpu.store
+    monkeypatch.setattr(gpu_gradient.plgpu, "store", store)
     asked = request(Case(T=40, K=80, slopes=True, key_bias=1))
     found = gradients(asked)
     assert {cut.rows for cut in gradient_tiles(40, 40, 80, 4, None, False).values()} == {32}

@@ -10,11 +10,11 @@ import pytest
 from hooked import KeyBias, Sink, Table, hooked
 
 from pe_lab.attention import IMPLEMENTATIONS, KeyRotation, attention
-from pe_lab.attention.gradient import Pair, whole_sequence
 from pe_lab.attention.kernels.gpu import gpu_key_block
 from pe_lab.attention.kernels.gpu_gradient import gpu_key_block_gradient
 from pe_lab.attention.kernels.tpu import tpu_key_block
 from pe_lab.attention.kernels.tpu_gradient import tpu_key_block_gradient
+from pe_lab.attention.key_block import Pair, whole_sequence
 from pe_lab.config import MeshConfig
 from pe_lab.parallel import AxisRules, balanced_order, make_mesh, use_mesh
 from pe_lab.positional import rotation_tables

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from pe_lab.attention import IMPLEMENTATIONS, LayerEncoding, attention
-from pe_lab.attention.gradient import Pair
 from pe_lab.attention.kernels.tpu import tpu_key_block
-from pe_lab.attention.key_block import AttentionInputs
+from pe_lab.attention.key_block import AttentionInputs, Pair
 from pe_lab.attention.ring import ring_attention
 from pe_lab.config import MeshConfig
 from pe_lab.errors import UserError

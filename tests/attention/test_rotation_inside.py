@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from pe_lab.attention import IMPLEMENTATIONS, KeyRotation, LayerEncoding, attention
-from pe_lab.attention.gradient import Pair, whole_sequence
 from pe_lab.attention.kernels.gpu import gpu_key_block
 from pe_lab.attention.kernels.tpu import tpu_key_block
+from pe_lab.attention.key_block import Pair, whole_sequence
 from pe_lab.config import MeshConfig
 from pe_lab.parallel import AxisRules, make_mesh, use_mesh
 from pe_lab.positional import rotation_tables

@@ -31,7 +31,6 @@ SPLASH = Capabilities(
     dtypes=("bfloat16", "float32"),
     head_dims=lambda K: K <= 256,
     head_dims_text="at most 256",
-    backward=True,
     platforms=("tpu",),
     longest=2**19,
 )
@@ -42,7 +41,6 @@ CUDNN = Capabilities(
     dtypes=("bfloat16", "float16"),
     head_dims=lambda K: K <= 128 and K % 8 == 0,
     head_dims_text="multiples of 8 up to 128",
-    backward=True,
     platforms=("gpu",),
     needs="compute capability 8.0 and cuDNN 9",
 )
@@ -53,7 +51,6 @@ TOKAMAX = Capabilities(
     dtypes=("bfloat16", "float16"),
     head_dims=lambda K: K <= 128,
     head_dims_text="at most 128",
-    backward=True,
     platforms=("gpu",),
     needs="compute capability 9.0 or 10.x (8.x without windows), and for JAX 0.12 a tokamax later than 0.0.12",
 )

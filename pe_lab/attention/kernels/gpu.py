@@ -87,7 +87,7 @@ def iota(size: int) -> jax.Array:
 def load(
     ref: Any, *at: Any, down: jax.Array | None = None, across: jax.Array | None = None, other: float = 0
 ) -> jax.Array:
-    """A block or a row of `ref`; `other` where the mask of its first or of its last axis is false."""
+    """A block or a row of `ref`; `other` where the mask of its first or last axis is false."""
     if sum(isinstance(one, pl.Slice) for one in at) > 1:
         down, across = (None if down is None else down[:, None]), (None if across is None else across[None])
     mask = across if down is None else down if across is None else down & across
@@ -437,18 +437,9 @@ def _arrays(
             bias.reshape(bias.shape[0], groups, heads, -1),
             pl.BlockSpec((None, None, some, all_keys), lambda i, p, g, b: (0 if every else b, g, 0, 0)),
         )
-    pairs = {"segments": (inputs.query_segments, inputs.key_segments)}
-    if inputs.slope is not None:
-        pairs["positions"] = (inputs.query_positions, inputs.key_positions)
-    for what, (of_queries, of_keys) in pairs.items():
-        if of_queries is None or of_keys is None:
-            continue
-        arrays[f"query {what}"] = (
-            jnp.tile(of_queries.astype(jnp.int32), (1, heads)),
-            pl.BlockSpec((None, cut.rows), lambda i, p, g, b: (b, last - i)),
-        )
-        arrays[f"key {what}"] = (
-            of_keys.astype(jnp.int32),
-            pl.BlockSpec((None, all_keys), lambda i, p, g, b: (b, 0)),
-        )
+    row_of_queries = pl.BlockSpec((None, cut.rows), lambda i, p, g, b: (b, last - i))
+    row_of_keys = pl.BlockSpec((None, all_keys), lambda i, p, g, b: (b, 0))
+    for what, (of_queries, of_keys) in inputs.compared().items():
+        arrays[f"query {what}"] = jnp.tile(of_queries, (1, heads)), row_of_queries
+        arrays[f"key {what}"] = of_keys, row_of_keys
     return arrays

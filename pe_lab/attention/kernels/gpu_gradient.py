@@ -1,6 +1,7 @@
 """Gradients of pe_lab's attention kernel for NVIDIA GPUs (Pallas, compiled by Triton): FlashAttention-2 (Dao 2023).
 
-Three kernels recompute the weights of blocks from the logsumexp of all keys, which the forward pass returned:
+Three kernels recompute the weights p = exp(logit - logsumexp) of blocks from the logsumexp of all keys, which the
+forward pass returned, and the gradients of their logits, p (d_out . value - inner):
 
 - A program has a block of queries of one head and loops over the keys that they see: the gradients of queries.
 - A program has a block of keys of one key head and loops over the query heads of its group and the queries that see
@@ -16,8 +17,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,16 +26,347 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
-from pe_lab.attention.kernels.gpu import LOG2_E, PROGRAMS, filled, ignore_triton_deprecation
-from pe_lab.attention.kernels.gpu_gradient_kernel import (
-    UNSEEN,
-    GpuGradientStatic,
-    distance_gradient,
-    key_gradient,
-    query_gradient,
+from pe_lab.attention.kernels.gpu import (
+    LOG2_E,
+    PROGRAMS,
+    distance_bias,
+    filled,
+    ignore_triton_deprecation,
+    iota,
+    key_sections,
+    load,
 )
-from pe_lab.attention.key_block import FLOOR, AttentionInputs, KeyBlockGradients, check_block
+from pe_lab.attention.key_block import FLOOR, MASKED, AttentionInputs, KeyBlockGradients, check_block
 from pe_lab.errors import UnsupportedError
+
+UNSEEN = -MASKED  # the logsumexp of queries that see no key, and of queries beyond the last
+
+
+@dataclass(frozen=True)
+class GpuGradientStatic:
+    """Block sizes and what else a program knows when it is compiled.
+
+    Attributes:
+      rows, keys: queries and keys in a block.
+      warps: of a program, 32 threads each.
+      stages: blocks that are being loaded or in use.
+      queries, all_keys: T and S.
+      splits: programs that share the blocks of one diagonal.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    queries: int
+    all_keys: int
+    head_dim: int
+    window: int | None
+    splits: int = 1
+
+    @property
+    def wide(self) -> int:
+        return filled(self.head_dim)
+
+    @property
+    def row_blocks(self) -> int:
+        return pl.cdiv(self.queries, self.rows)
+
+    @property
+    def key_blocks(self) -> int:
+        return pl.cdiv(self.all_keys, self.keys)
+
+
+class _Queries(NamedTuple):
+    query: jax.Array  # [rows, wide]
+    d_out: jax.Array
+    logsumexp: jax.Array  # [rows], of powers of two
+    inner: jax.Array
+    index: jax.Array
+    positions: jax.Array | None
+    segments: jax.Array | None
+
+
+class _Keys(NamedTuple):
+    key: jax.Array  # [keys, wide]
+    value: jax.Array
+    index: jax.Array  # [keys]
+    here: jax.Array | None  # which are real and used; None: all
+    positions: jax.Array | None
+    segments: jax.Array | None
+
+
+class _LogitBlock(NamedTuple):
+    """[rows, keys], or [keys, rows] in a program with keys down."""
+
+    weights: jax.Array
+    d_logits: jax.Array
+    distance: jax.Array
+    far: jax.Array  # the distance of slopes
+
+
+class _GradientProgram:
+    """A program's arrays by name, and what its loops share. Arrays have an axis for heads if there are several."""
+
+    def __init__(self, static: GpuGradientStatic, names: tuple[str, ...], refs: tuple[Any, ...], keys_down: bool):
+        self.static, self.keys_down = static, keys_down
+        self.ref = ref = dict(zip(names, refs, strict=True))
+        self.start = ref["start"][0] if "start" in ref else 0
+        self.used = jnp.minimum(ref["used"][0], static.all_keys) if "used" in ref else static.all_keys
+        self.channels = None if static.wide == static.head_dim else iota(static.wide) < static.head_dim
+        precision = jax.lax.Precision.HIGHEST if ref["key"].dtype == jnp.float32 else None
+        self._dot = functools.partial(jax.lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
+
+    def weighted(self, weights: jax.Array, x: jax.Array) -> jax.Array:
+        """The product of a block, rounded to the dtype of keys, and an array [its second axis, wide]."""
+        return self._dot(weights.astype(x.dtype), x, (((1,), (0,)), ((), ())))
+
+    def queries(self, first: jax.Array, masked: bool, head: jax.Array | None = None) -> _Queries:
+        ref, size, at = self.ref, self.static.rows, [] if head is None else [head]
+        tokens, place = pl.ds(first, size), first + iota(size)
+        there = place < self.static.queries if masked and self.static.queries % size else None
+        channels = pl.ds(0, self.static.wide)
+        optional = [
+            load(ref[name], tokens, down=there) if name in ref else None
+            for name in ("query positions", "query segments")
+        ]
+        return _Queries(
+            *(load(ref[name], *at, tokens, channels, down=there, across=self.channels) for name in ("query", "d_out")),
+            load(ref["logsumexp"], *at, tokens, down=there, other=UNSEEN),
+            load(ref["inner"], *at, tokens, down=there),
+            self.start + place,
+            *optional,
+        )
+
+    def keys(self, first: jax.Array, masked: bool) -> _Keys:
+        """A block of keys; if `masked`, it may begin before the first and end behind the last."""
+        ref, size, wide = self.ref, self.static.keys, self.static.wide
+        index = first + iota(size)
+        here = index < self.used if masked else None
+        tokens, channels = pl.ds(first, size), pl.ds(0, wide)
+        of_keys = [load(ref[name], tokens, channels, down=here, across=self.channels) for name in ("key", "value")]
+        optional = [
+            load(ref[name], tokens, down=here) if name in ref else None for name in ("key positions", "key segments")
+        ]
+        return _Keys(*of_keys, index, here, *optional)
+
+    def keys_anywhere(self, first: jax.Array) -> _Keys:
+        """A block of keys that may begin before the first key and end behind the last."""
+        ref, shape = self.ref, (self.static.keys, self.static.wide)
+        index = first + iota(shape[0])
+        here = (index >= 0) & (index < self.used)
+        # Loads with computed indices: interpreted, a slice that begins before its array would be moved.
+        tokens = jnp.clip(index, 0, self.static.all_keys - 1)
+        at = [jnp.broadcast_to(x, shape) for x in (tokens[:, None], iota(shape[1])[None])]
+        mask = jnp.broadcast_to(here[:, None] if self.channels is None else here[:, None] & self.channels[None], shape)
+        of_keys = [plgpu.load(ref[name].at[*at], mask=mask, other=0) for name in ("key", "value")]
+        optional = [
+            plgpu.load(ref[name].at[tokens], mask=here, other=0) if name in ref else None
+            for name in ("key positions", "key segments")
+        ]
+        return _Keys(*of_keys, index, here, *optional)
+
+    def key_bias(self, k: _Keys, first: jax.Array, head: jax.Array | None = None) -> jax.Array | None:
+        if "key bias" not in self.ref:
+            return None
+        at = [] if head is None else [head]
+        return load(self.ref["key bias"], *at, pl.ds(first, self.static.keys), down=k.here)
+
+    def block(
+        self,
+        q: _Queries,
+        k: _Keys,
+        masked: bool,
+        head: jax.Array | None = None,
+        nearest: jax.Array | None = None,
+        key_bias: jax.Array | None = None,
+        bias: jax.Array | None = None,
+    ) -> _LogitBlock:
+        """The weights of a block, and the gradients of its logits.
+
+        Args:
+          masked: not all queries see all keys, by their index.
+          head: of the program's, if it has several.
+          nearest: the smallest distance of the block.
+          key_bias: [keys].
+          bias: by distance. None: from the table, if there is one.
+        """
+        ref, window = self.ref, self.static.window
+        rows, keys = (1, 0) if self.keys_down else (0, 1)  # their axes
+        of_queries, of_keys = (lambda x, axis=axis: jnp.expand_dims(x, 1 - axis) for axis in (rows, keys))
+
+        def product(x: jax.Array, y: jax.Array) -> jax.Array:
+            """Of an array of queries and an array of keys."""
+            return self._dot(*((y, x) if self.keys_down else (x, y)), (((1,), (1,)), ((), ())))
+
+        logits = product(q.query, k.key)
+        distance = far = of_queries(q.index) - of_keys(k.index)
+        if "slope" in ref:
+            if q.positions is not None and k.positions is not None:
+                far = of_queries(q.positions) - of_keys(k.positions)
+            logits -= ref["slope"][0 if head is None else head] * far.astype(jnp.float32)
+        if "distance bias" in ref and bias is None:
+            table = ref["distance bias"]
+            bias = distance_bias(table, distance, nearest if table.shape[-1] < self.static.all_keys else None, head)
+        logits = logits if bias is None else logits + bias
+        logits = logits if key_bias is None else logits + of_keys(key_bias)
+        seen = []
+        if masked:
+            seen = [distance >= 0] + ([] if window is None else [distance < window])
+            seen += [] if k.here is None else [of_keys(k.here)]
+        if q.segments is not None and k.segments is not None:
+            seen.append(of_queries(q.segments) == of_keys(k.segments))
+        if seen:
+            logits = jnp.where(functools.reduce(jnp.logical_and, seen), logits, MASKED)
+        weights = jnp.exp2(logits * LOG2_E - of_queries(q.logsumexp))
+        d_logits = weights * (product(q.d_out, k.value) - of_queries(q.inner))
+        return _LogitBlock(weights, d_logits, distance, far)
+
+    def store(self, name: str, value: jax.Array, down: jax.Array | None, head: jax.Array | None = None) -> None:
+        """Stores an array of tokens, or of tokens and channels."""
+        at = ([] if head is None else [head]) + [slice(None)] * value.ndim
+        mask = down
+        if value.ndim == 2:
+            masks = [None if down is None else down[:, None], None if self.channels is None else self.channels[None]]
+            masks = [one for one in masks if one is not None]
+            mask = functools.reduce(jnp.logical_and, masks) if masks else None
+        plgpu.store(self.ref[name].at[*at], value, mask=mask)
+
+
+def _loops(sections: tuple[tuple[Any, Any, bool], ...], add: Callable[..., Any], sums: Any) -> Any:
+    """`sums` with blocks first to last of each section (first, last, masked) added."""
+    for first, last, masked in sections:
+        sums = jax.lax.fori_loop(first, last, functools.partial(add, masked), sums)
+    return sums
+
+
+def query_gradient(static: GpuGradientStatic, names: tuple[str, ...], *refs: Any) -> None:
+    """A block of queries of one head against its visible keys: the gradients of the queries.
+
+    For every query, also its part of the slope's gradient, and of that of the last entry of biases by distance.
+    """
+    program = _GradientProgram(static, names, refs, keys_down=False)
+    ref, rows, keys, start = program.ref, static.rows, static.keys, program.start
+    first_row = (static.row_blocks - 1 - pl.program_id(0)) * rows
+    first_query = start + first_row
+    last_query = jnp.minimum(first_query + rows, start + static.queries) - 1
+    q = program.queries(first_row, True)
+
+    def add(masked: bool, j: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        d_query, *others = sums
+        k = program.keys(j * keys, masked)
+        nearest = first_query - (j + 1) * keys + 1
+        block = program.block(q, k, masked, nearest=nearest, key_bias=program.key_bias(k, j * keys))
+        new = []
+        if "slope" in ref:
+            new.append(-(block.d_logits * block.far.astype(jnp.float32)).sum(1))
+        if "distance bias" in ref:
+            beyond = block.distance >= ref["distance bias"].shape[-1] - 1
+            new.append(jnp.where(beyond, block.d_logits, 0).sum(1))
+        new = [old + one for old, one in zip(others, new, strict=True)]
+        return d_query + program.weighted(block.d_logits, k.key), *new
+
+    begin, whole_from, whole_to, end = key_sections(first_query, last_query, program.used, static.window, keys)
+    whole_from = jnp.clip(whole_from, begin, end)
+    whole_to = jnp.clip(whole_to, whole_from, end)
+    more = [name for name in ("d_slope", "d_beyond") if name in ref]
+    sums = (jnp.zeros((rows, static.wide), jnp.float32), *(jnp.zeros(rows, jnp.float32) for _ in more))
+    sections = ((begin, whole_from, True),) if static.window is not None else ()
+    sums = _loops((*sections, (whole_from, whole_to, False), (whole_to, end, True)), add, sums)
+    there = first_row + iota(rows) < static.queries if static.queries % rows else None
+    for name, one in zip(("d_query", *more), sums, strict=True):
+        program.store(name, one, there)
+
+
+def key_gradient(static: GpuGradientStatic, names: tuple[str, ...], *refs: Any) -> None:
+    """A block of keys of one key head against the queries that see it, head by head: the gradients of keys and values.
+
+    Also those of biases of keys, one row for each query head.
+    """
+    program = _GradientProgram(static, names, refs, keys_down=True)
+    ref, rows, keys, start, window = program.ref, static.rows, static.keys, program.start, static.window
+    first_key = pl.program_id(0) * keys
+    last_key = first_key + keys - 1
+    some_unused = "used" in ref or static.all_keys % keys != 0
+    k = program.keys(first_key, some_unused)
+
+    # The blocks of queries that see any of the keys, and those in which all queries see all keys.
+    before = lambda row: jax.lax.div(jnp.maximum(row, 0), rows)  # noqa: E731
+    begin, end = before(first_key - start), static.row_blocks
+    whole_from, whole_to = before(last_key - start + rows - 1), static.queries // rows
+    if window is not None:
+        end = jnp.minimum(end, before(last_key + window - start + rows - 1))
+        whole_to = jnp.minimum(whole_to, before(first_key + window - start))
+    if some_unused:
+        # None, if no key is used; no whole ones, if not all are. (A choice of two integers does not lower in JAX 0.10.)
+        end = end * jnp.clip(program.used - first_key, 0, 1)
+        whole_to = whole_to * jnp.clip(program.used - last_key, 0, 1)
+    begin = jnp.minimum(begin, end)
+    whole_from = jnp.clip(whole_from, begin, end)
+    whole_to = jnp.clip(whole_to, whole_from, end)
+    sections = ((begin, whole_from, True), (whole_from, whole_to, False))
+    if some_unused or window is not None or static.queries % rows:
+        sections = (*sections, (whole_to, end, True))
+
+    def of_head(head: jax.Array | None, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        key_bias = program.key_bias(k, first_key, head)
+
+        def add(masked: bool, i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            d_key, d_value, *others = sums
+            q = program.queries(i * rows, masked, head)
+            nearest = start + i * rows - last_key
+            block = program.block(q, k, masked, head, nearest, key_bias)
+            d_value += program.weighted(block.weights, q.d_out)
+            d_key += program.weighted(block.d_logits, q.query)
+            return d_key, d_value, *(one + block.d_logits.sum(1) for one in others)
+
+        more = [] if key_bias is None else [jnp.zeros(keys, jnp.float32)]
+        d_key, d_value, *others = _loops(sections, add, (*sums, *more))
+        for one in others:
+            program.store("d_key_bias", one, there, head)
+        return d_key, d_value
+
+    there = first_key + iota(keys) < static.all_keys if static.all_keys % keys else None
+    sums = (jnp.zeros((keys, static.wide), jnp.float32),) * 2
+    # Queries of several heads have an axis for heads.
+    several = ref["query"].shape[0] if len(ref["query"].shape) == 3 else 0
+    sums = jax.lax.fori_loop(0, several, of_head, sums) if several else of_head(None, sums)
+    for name, one in zip(("d_key", "d_value"), sums, strict=True):
+        program.store(name, one, there)
+
+
+def distance_gradient(static: GpuGradientStatic, names: tuple[str, ...], *refs: Any) -> None:
+    """The sum of the gradients of logits over the blocks of one diagonal of one head, all with the same distances.
+
+    Blocks are square. Keys begin so far before the queries that distances are multiples of a block plus
+    row - column, wherever the queries start.
+    """
+    program = _GradientProgram(static, names, refs, keys_down=False)
+    side, start = static.rows, program.start
+    apart = (program.ref["first"][0] + pl.program_id(0)) * side
+    distance = apart + iota(side)[:, None] - iota(side)[None]
+    bias = distance_bias(program.ref["distance bias"], distance)
+    before = lambda row: jax.lax.div(jnp.maximum(row, 0), side)  # noqa: E731
+    begin = before(apart - start)
+    end = jnp.minimum(static.row_blocks, before(program.used + apart - start + side - 1))
+    if static.splits > 1:
+        each = jax.lax.div(jnp.maximum(end - begin, 0) + static.splits - 1, static.splits)
+        begin += pl.program_id(1) * each
+        end = jnp.minimum(begin + each, end)
+
+    def add(i: jax.Array, total: jax.Array) -> jax.Array:
+        q = program.queries(i * side, True)
+        first_key = start + i * side - apart
+        k = program.keys_anywhere(first_key)
+        key_bias = None
+        if "key bias" in program.ref:
+            at = program.ref["key bias"].at[jnp.clip(k.index, 0, static.all_keys - 1)]
+            key_bias = plgpu.load(at, mask=k.here, other=0)
+        return total + program.block(q, k, True, key_bias=key_bias, bias=bias).d_logits
+
+    total = jax.lax.fori_loop(begin, end, add, jnp.zeros((side, side), jnp.float32))
+    plgpu.store(program.ref["d_diagonal"].at[:, :], total, mask=None)
+
 
 Blocks = dict[str, tuple[jax.Array, pl.BlockSpec]]  # a kernel's arrays and their blocks, by name
 
@@ -92,15 +424,10 @@ def gpu_key_block_gradient(
     *,
     interpret: bool = False,
 ) -> KeyBlockGradients:
-    """The gradients that come from one block of keys (Dao 2023, algorithm 2); arguments as in `KeyBlockGradient`.
+    """The gradients that come from one block of keys (Dao 2023, algorithm 2).
 
-    Args:
-      query, key, value: rotated; queries scaled.
-      inputs: without rotation and functions of logits. Sequences may start at different places.
-      logsumexp: of all keys, of which these are a part; MASKED for queries that see none.
-      inner: the sum over channels of d_out times the output of the whole attention, minus the logsumexp's gradient.
-      d_out: the gradient of the output of the whole attention; rounded to the dtype of the queries.
-      interpret: runs the kernels on a CPU.
+    Arguments as in `key_block.KeyBlockGradient`; d_out is rounded to the dtype of the queries, and `interpret` runs the
+    kernels on a CPU.
 
     Raises:
       UnsupportedError: a rotation or a function of logits.
@@ -217,16 +544,10 @@ def _arrays(
     if inputs.key_bias is not None:
         bias = inputs.key_bias.astype(jnp.float32)
         arrays["key bias"] = bias, spec(bias, all_keys)
-    pairs = {"segments": (inputs.query_segments, inputs.key_segments)}
-    if inputs.slope is not None:
-        pairs["positions"] = (inputs.query_positions, inputs.key_positions)
-    for what, pair in pairs.items():
-        if pair[0] is None or pair[1] is None:
-            continue
+    for what, pair in inputs.compared().items():
         for name, size, x in zip(("query", "key"), (all_queries, all_keys), pair, strict=True):
             row = of_row(x.shape[0])
-            block = pl.BlockSpec((None, size), lambda *place, row=row: (row(*place), 0))
-            arrays[f"{name} {what}"] = x.astype(jnp.int32), block
+            arrays[f"{name} {what}"] = x, pl.BlockSpec((None, size), lambda *place, row=row: (row(*place), 0))
     return arrays
 
 

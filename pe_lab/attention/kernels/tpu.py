@@ -148,15 +148,46 @@ class TpuStatic:
         return 0 if self.channels_first else 1
 
 
+def block_of(token: Any, size: int, blocks: int) -> Any:
+    """The block of a token, or the last block if the token is later; -1 before the first token."""
+    return jnp.where(token < 0, -1, jnp.minimum(jax.lax.div(jnp.maximum(token, 0), size), blocks - 1))
+
+
+def visible_keys(first_query: Any, used: Any, queries: int, keys: int, blocks: int, window: int | None) -> tuple:
+    """The first and the last of the key blocks that contain visible keys of a block of queries."""
+    last = block_of(jnp.minimum(first_query + queries, used) - 1, keys, blocks)
+    first = 0 if window is None else jax.lax.div(jnp.maximum(first_query - window + 1, 0), keys)
+    return first, last
+
+
 def bounds(static: TpuStatic, b: Any, i: Any, start_ref: Any, used_ref: Any, *_: Any) -> tuple[Any, Any]:
-    """The first and the last key block that contain visible keys of query block i."""
+    """`visible_keys` of query block i."""
     cut = static.tiles
     first_query = start_ref[b] + i * cut.queries
-    last = jnp.minimum(first_query + cut.queries, used_ref[b]) - 1
-    last = jnp.where(last < 0, -1, jnp.minimum(jax.lax.div(jnp.maximum(last, 0), cut.keys), static.key_blocks - 1))
-    if static.window is None:
-        return 0, last
-    return jax.lax.div(jnp.maximum(first_query - static.window + 1, 0), cut.keys), last
+    return visible_keys(first_query, used_ref[b], cut.queries, cut.keys, static.key_blocks, static.window)
+
+
+def all_visible(first_query: Any, queries: int, first_key: Any, keys: int, used: Any, window: int | None) -> Any:
+    """Whether each query of a block sees each key of another, by their indices."""
+    whole = (first_key + keys - 1 <= first_query) & (first_key + keys <= used)
+    return whole if window is None else whole & (first_query + queries - 1 - first_key < window)
+
+
+def visible(ref: dict[str, Any], distance: Any, key_index: Any, used: Any, window: int | None) -> Any:
+    """Which keys of a block are visible, [keys, queries]."""
+    seen = (distance >= 0) & (key_index < used)
+    if window is not None:
+        seen &= distance < window
+    if "query segments" in ref:
+        seen &= ref["query segments"][...] == down(ref["key segments"][...])
+    return seen
+
+
+def slope_distance(ref: dict[str, Any], distance: Any) -> Any:
+    """The distances that slopes multiply: of positions, if there are other ones than indices; float32."""
+    if "query positions" in ref:
+        distance = ref["query positions"][...] - down(ref["key positions"][...])
+    return distance.astype(jnp.float32)
 
 
 def key_block(static: TpuStatic, b: Any, i: Any, j: Any, start_ref: Any, used_ref: Any, *_: Any) -> Any:
@@ -231,18 +262,10 @@ def kernel(static: TpuStatic, names: tuple[str, ...], start_ref: Any, used_ref: 
             query_index = first_query + jax.lax.broadcasted_iota(jnp.int32, s.shape, 1) % cut.queries
             distance = query_index - key_index
         if "slope" in ref:
-            far = distance
-            if "query positions" in ref:
-                far = ref["query positions"][...] - down(ref["key positions"][...])
-            s -= ref["slope"][...] * far.astype(jnp.float32)
+            s -= ref["slope"][...] * slope_distance(ref, distance)
         v = ref["value"][...]
         if masked:
-            seen = (distance >= 0) & (key_index < used)
-            if window is not None:
-                seen &= distance < window
-            if "query segments" in ref:
-                seen &= ref["query segments"][...] == down(ref["key segments"][...])
-            s = jnp.where(seen, s, MASKED)
+            s = jnp.where(visible(ref, distance, key_index, used, window), s, MASKED)
             # The weights of keys beyond `used` are 0, but 0 times NaN is NaN.
             shape = (1, cut.keys) if static.channels_first else (cut.keys, 1)
             there = first_key + jax.lax.broadcasted_iota(jnp.int32, shape, 1 - static.channels) < used
@@ -257,9 +280,7 @@ def kernel(static: TpuStatic, names: tuple[str, ...], start_ref: Any, used_ref: 
         )
 
     here = block <= last
-    whole = (first_key + cut.keys - 1 <= first_query) & (first_key + cut.keys <= used)
-    if window is not None:
-        whole &= first_query + cut.queries - 1 - first_key < window
+    whole = all_visible(first_query, cut.queries, first_key, cut.keys, used, window)
     if "query segments" in ref:
         pl.when(here)(lambda: add_block(True))
     else:
@@ -345,9 +366,7 @@ def tpu_key_block(
     static = TpuStatic(cut, key_blocks, visited, inputs.window, S, split_heads, channels_first)
     arrays = _arrays(query, key, value, inputs, static)
     groups, rows, query_blocks = H // cut.heads, cut.rows, -(-T // cut.queries)
-    start = jnp.zeros(B, jnp.int32) if inputs.start is None else jnp.broadcast_to(inputs.start, (B,)).astype(jnp.int32)
-    used = S if inputs.used is None else jnp.minimum(inputs.used, S)
-    used = jnp.broadcast_to(jnp.asarray(used, jnp.int32), (B,))
+    start, used = inputs.slots(B, S)
     # Grid: rows of the batch, groups of heads, blocks of queries, blocks of keys.
     across, along = (1, rows) if cut.few else (cut.heads, cut.queries)
     length = rows if cut.few else T
@@ -458,19 +477,14 @@ def _arrays(
             bias.reshape(-1, groups, cut.heads, key_blocks * Tk),
             pl.BlockSpec((None, None, cut.heads, Tk), lambda b, g, i, j, *s: (row(b), g, 0, seen(b, i, j, *s))),
         )
-    pairs = {"segments": (inputs.query_segments, inputs.key_segments)}
-    if inputs.slope is not None:
-        pairs["positions"] = (inputs.query_positions, inputs.key_positions)
-    for what, (queries, keys) in pairs.items():
-        if queries is None or keys is None:
-            continue
-        wide = jnp.broadcast_to(queries.astype(jnp.int32)[:, None, :, None], (B, cut.heads, T, 1))
+    for what, (queries, keys) in inputs.compared().items():
+        wide = jnp.broadcast_to(queries[:, None, :, None], (B, cut.heads, T, 1))
         arrays[f"query {what}"] = (
             _side_by_side(wide, cut)[:, 0, :, None, :, 0],
             pl.BlockSpec((None, None, 1, rows), lambda b, g, i, j, *_: (b, i, 0, 0)),
         )
         # Padded to whole blocks; the kernel masks keys beyond the last one by their index.
-        keys = jnp.pad(keys.astype(jnp.int32), ((0, 0), (0, key_blocks * Tk - keys.shape[1])))
+        keys = jnp.pad(keys, ((0, 0), (0, key_blocks * Tk - keys.shape[1])))
         arrays[f"key {what}"] = keys[:, None], row_of_keys
     return arrays
 

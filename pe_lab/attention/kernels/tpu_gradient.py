@@ -26,13 +26,19 @@ from jaxtyping import Array, Float, Int
 from pe_lab.attention.kernels.tpu import (
     LANES,
     SUBLANES,
+    VMEM,
+    all_visible,
+    block_of,
     diagonal_sums,
     down,
     fetched,
     padded_table,
     part,
     place,
+    slope_distance,
     toeplitz,
+    visible,
+    visible_keys,
 )
 from pe_lab.attention.key_block import MASKED, AttentionInputs, KeyBlockGradients, check_block, padded
 from pe_lab.errors import UnsupportedError
@@ -83,22 +89,11 @@ class Scalars(NamedTuple):
     diagonal: Any
 
 
-def _block_of(token: Any, size: int, blocks: int) -> Any:
-    """The block of a token, or the last block if the token is later; -1 before the first token."""
-    return jnp.where(token < 0, -1, jnp.minimum(jax.lax.div(jnp.maximum(token, 0), size), blocks - 1))
-
-
 def _over_keys(static: TpuGradientStatic, b: Any, head: Any, i: Any, n: Any, *scalars: Any) -> GridStep:
     """The key blocks of a query block, grid [B, H, query blocks, visited key blocks]."""
     start, used, _ = Scalars(*scalars)
     first_query = start[b] + i * static.block
-    end = jnp.minimum(first_query + static.block, used[b])
-    last = jnp.where(
-        end > 0, jnp.minimum(jax.lax.div(jnp.maximum(end - 1, 0), static.block), static.key_blocks - 1), -1
-    )
-    first = 0
-    if static.window is not None:
-        first = jax.lax.div(jnp.maximum(first_query - static.window + 1, 0), static.block)
+    first, last = visible_keys(first_query, used[b], static.block, static.block, static.key_blocks, static.window)
     j = jnp.clip(first + n, 0, jnp.clip(last, 0, static.key_blocks - 1))
     return GridStep(b, head, i, j, first + n <= last)
 
@@ -112,7 +107,7 @@ def _over_queries(static: TpuGradientStatic, b: Any, g: Any, j: Any, n: Any, *sc
     last = static.query_blocks - 1
     if static.window is not None:
         end = first_key + static.block + static.window - 1 - start[b]
-        last = _block_of(end - 1, static.block, static.query_blocks)
+        last = block_of(end - 1, static.block, static.query_blocks)
     last = jnp.where(first_key < used[b], last, -1)
     m = jax.lax.rem(n, visited)
     i = jnp.clip(first + m, 0, jnp.clip(last, 0, static.query_blocks - 1))
@@ -178,21 +173,14 @@ def _tile(static: TpuGradientStatic, ref: dict[str, Any], step: GridStep, scalar
         key_index = first_key + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
         distance = first_query + jax.lax.broadcasted_iota(jnp.int32, shape, 1) - key_index
     if "slope" in ref:
-        far = distance
-        if "query positions" in ref:
-            far = ref["query positions"][...] - down(ref["key positions"][...])
-        far = far.astype(jnp.float32)
+        far = slope_distance(ref, distance)
         s -= ref["slope"][step.head] * far
     weights = jnp.exp(s - ref["logsumexp"][of_head, :])
     d_weights = _product(ref["value"][...], ref["d_out"][...], (axis, axis))
     d_logits = weights * (d_weights - ref["inner"][of_head, :])
     if masked:
         used = scalars.used[step.b]
-        seen = (distance >= 0) & (key_index < used)
-        if static.window is not None:
-            seen &= distance < static.window
-        if "query segments" in ref:
-            seen &= ref["query segments"][...] == down(ref["key segments"][...])
+        seen = visible(ref, distance, key_index, used, static.window)
         # A query without visible keys has a logsumexp of MASKED: its weights here are infinite, and not chosen.
         weights, d_logits = jnp.where(seen, weights, 0), jnp.where(seen, d_logits, 0)
         # 0 times NaN is NaN.
@@ -205,9 +193,7 @@ def _when_visible(static: TpuGradientStatic, ref: dict[str, Any], step: GridStep
     """Calls `use` with the block's tile if it has visible pairs; without masks if all pairs are visible."""
     size = static.block
     first_query, first_key = scalars.start[step.b] + step.query_block * size, step.key_block * size
-    whole = (first_key + size - 1 <= first_query) & (first_key + size <= scalars.used[step.b])
-    if static.window is not None:
-        whole &= first_query + size - 1 - first_key < static.window
+    whole = all_visible(first_query, size, first_key, size, scalars.used[step.b], static.window)
     if "query segments" in ref:
         pl.when(step.here)(lambda: use(_tile(static, ref, step, scalars, True)))
     else:
@@ -306,7 +292,6 @@ WALKS = {query_kernel: _over_keys, key_kernel: _over_queries, diagonal_kernel: _
 
 
 BLOCK = 512  # queries and keys of a block of logits
-VMEM = 64 * 2**20  # the kernels' limit in bytes; a v5e, v5p or v6e core has at least this much
 
 # An array, the shape of its block (empty: all of it, as scalars), and the block's index at a step of the grid.
 Input = tuple[jax.Array, tuple[Any, ...], Callable[[GridStep, Scalars], tuple[Any, ...]]]
@@ -328,13 +313,9 @@ def tpu_key_block_gradient(
 ) -> KeyBlockGradients:
     """The gradients that come from a block of keys (Dao 2023, algorithm 2).
 
+    Arguments as in `key_block.KeyBlockGradient`, and these; d_out is multiplied in the dtype of values.
+
     Args:
-      query: rotated and scaled; G divides H.
-      key, value: rotated; any T and S; K even.
-      inputs: rows may start at different places.
-      logsumexp: of the logits of all keys, of which these are a part; MASKED for queries without visible keys.
-      inner: as in `key_block.KeyBlockGradient`.
-      d_out: the gradient of the output of the whole attention; multiplied in the dtype of values.
       block: queries and keys of a block of logits, a multiple of 128; by default 512, or fewer for fewer tokens.
       interpret: run on any platform, slowly.
 
@@ -349,9 +330,7 @@ def tpu_key_block_gradient(
     size = block or min(BLOCK, -(-max(T, S) // LANES) * LANES)
     channels_first = K % LANES != 0
     static = TpuGradientStatic(size, -(-T // size), -(-S // size), H // G, inputs.window, channels_first)
-    start = jnp.zeros(B, jnp.int32) if inputs.start is None else jnp.broadcast_to(inputs.start, (B,)).astype(jnp.int32)
-    used = S if inputs.used is None else jnp.minimum(inputs.used, S)
-    used = jnp.broadcast_to(jnp.asarray(used, jnp.int32), (B,))
+    start, used = inputs.slots(B, S)
     # The first block-diagonal with visible pairs: that of the smallest distance of at least 0.
     diagonal = jnp.maximum(-((start + size - 1) // size), 1 - static.key_blocks)
     scalars = Scalars(start, used, diagonal)
@@ -488,7 +467,7 @@ def _arrays(
 
     def row(x: jax.Array, of_keys: bool) -> Input:
         """Integers [rows, tokens]."""
-        x = padded(x.astype(jnp.int32), 1, size)[:, None]
+        x = padded(x, 1, size)[:, None]
 
         def index(step: GridStep, _: Scalars) -> tuple[Any, ...]:
             return step.b if x.shape[0] > 1 else 0, 0, step.key_block if of_keys else step.query_block
@@ -518,12 +497,8 @@ def _arrays(
         arrays["distance bias"] = table, fetched(table, size, size), of_table
     if inputs.key_bias is not None:
         arrays["key bias"] = heads(inputs.key_bias, True)
-    pairs = {"segments": (inputs.query_segments, inputs.key_segments)}
-    if inputs.slope is not None:
-        pairs["positions"] = (inputs.query_positions, inputs.key_positions)
-    for what, (queries, keys) in pairs.items():
-        if queries is not None and keys is not None:
-            arrays[f"query {what}"], arrays[f"key {what}"] = row(queries, False), row(keys, True)
+    for what, (queries, keys) in inputs.compared().items():
+        arrays[f"query {what}"], arrays[f"key {what}"] = row(queries, False), row(keys, True)
     return arrays
 
 
