@@ -37,6 +37,7 @@ from pe_lab.evaluation.generation.prompted import batches
 from pe_lab.evaluation.generation.tasks import Sample
 from pe_lab.evaluation.suites.niah import niah_task, open_haystack
 from pe_lab.identity import machine, versions
+from pe_lab.model import GenerationStatistics
 from pe_lab.parallel import start_processes
 from pe_lab.parallel.host_memory import keep_freed_memory
 from pe_lab.storage import write_json
@@ -52,11 +53,11 @@ class Ours:
 
     def run(self, samples: Sequence[Sample]) -> tuple[float, list[str]]:
         """Seconds without compiling, and the answers."""
-        before, start = self._answer.spent.compiling, time.perf_counter()
+        statistics, start = GenerationStatistics(), time.perf_counter()
         answers: list[str] = []
         for batch, filled in batches(range(len(samples)), self.rows):
-            answers += self._answer([samples[i] for i in filled])[: len(batch)]
-        return time.perf_counter() - start - (self._answer.spent.compiling - before), answers
+            answers += self._answer([samples[i] for i in filled], statistics)[: len(batch)]
+        return time.perf_counter() - start - statistics.compile_seconds, answers
 
 
 class Theirs:

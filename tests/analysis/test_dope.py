@@ -17,7 +17,7 @@ from pe_lab.data.tokenizers import ByteTokenizer, load_tokenizer, save_tokenizer
 from pe_lab.errors import UserError  # noqa: E402
 from pe_lab.evaluation import targets  # noqa: E402
 from pe_lab.evaluation.generation.backend import ModelBackend  # noqa: E402
-from pe_lab.evaluation.suites.many_shot import STOP, many_shot_tasks  # noqa: E402
+from pe_lab.evaluation.suites.many_shot import STOP, SUITE, ManyShotSettings  # noqa: E402
 from pe_lab.language_model import LanguageModel  # noqa: E402
 from pe_lab.page import figure_files  # noqa: E402
 from pe_lab.results.findings import read_findings  # noqa: E402
@@ -122,7 +122,7 @@ class Counts:
         self.asked, self.passes, self.dies_after = [], 0, None
         pass_before = LanguageModel.layer_pass
 
-        def answer(backend, samples):
+        def answer(backend, samples, statistics):
             if self.dies_after is not None and len(self.asked) >= self.dies_after:
                 raise KeyboardInterrupt
             heads = sum(len(edit.heads) for layer in backend.lm.layers for edit in layer.heads)
@@ -205,8 +205,8 @@ def test_many_shot_learning_has_its_zero_shot_row(run, tmp_path, capsys, counts)
     lines = [{"problem": f"{n} + 1?", "solution": f"\\boxed{{{n + 1}}}", "answer": str(n + 1)} for n in range(12)]
     problems = tmp_path / "problems.jsonl"
     problems.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (zero,) = many_shot_tasks(problems, ["zero_shot"], 16)
-    (plain,) = many_shot_tasks(problems, ["plain"], 16, 20)
+    (zero,) = SUITE.open(["zero_shot"], ManyShotSettings(problems, max_new_tokens=16))
+    (plain,) = SUITE.open(["plain"], ManyShotSettings(problems, max_new_tokens=16, buffer=20))
     samples = zero.samples(ByteTokenizer(), None, 100, 3)
     assert len(samples) == 12 and samples[0].text.count("Problem:") == 1 and samples[0].stop == STOP
     assert [s.references for s in samples[:9]] == [s.references for s in plain.samples(ByteTokenizer(), 400, 9, 3)]

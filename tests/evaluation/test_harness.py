@@ -15,6 +15,7 @@ from pe_lab.evaluation.lm_eval import PeLabLM, harness, task_lists
 from pe_lab.evaluation.scoring import forward as forwards
 from pe_lab.evaluation.scoring import likelihood as likelihoods
 from pe_lab.evaluation.scoring.likelihood import Likelihoods
+from pe_lab.evaluation.suites.lm_eval import HarnessSettings
 from pe_lab.evaluation.variants import Subject, Variant, all_variants
 from pe_lab.language_model import LanguageModel
 
@@ -85,9 +86,16 @@ def small_batches(monkeypatch):
 
 
 def run(
-    tasks: Path, names: list[str], out: Path, who: list[Variant] | None = None, **more: Any
+    tasks: Path,
+    names: list[str],
+    out: Path,
+    who: list[Variant] | None = None,
+    max_length: int = 64,
+    again: bool = False,
+    **more: Any,
 ) -> list[dict[str, Any]]:
-    return harness.Harness(who or variants(), names, out, **{"include": str(tasks), "max_length": 64, **more}).run()
+    settings = HarnessSettings(lm_eval_tasks=str(tasks), **more)
+    return harness.Harness(who or variants(), names, out, settings, max_length, again).run()
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -109,14 +117,14 @@ def untimed(path: Path) -> list[str]:
 ])  # fmt: skip
 def test_a_task_that_was_interrupted_goes_on_where_it_was(name, error, tasks, tmp_path, small_batches, counted, capsys):
     with counted() as undisturbed:
-        whole = run(tasks, [name], tmp_path / "whole", limit=20)
+        whole = run(tasks, [name], tmp_path / "whole", samples=20)
     assert undisturbed.batches >= 3
     with counted(2, error) as first, pytest.raises(error):
-        run(tasks, [name], tmp_path / "killed", limit=20)
+        run(tasks, [name], tmp_path / "killed", samples=20)
     assert 0 < first.requests < undisturbed.requests and not (tmp_path / "killed" / "lm_eval.jsonl").exists()
     capsys.readouterr()
     with counted() as second:
-        rest = run(tasks, [name], tmp_path / "killed", limit=20)
+        rest = run(tasks, [name], tmp_path / "killed", samples=20)
     assert second.requests == undisturbed.requests - first.requests
     assert "were answered before" in capsys.readouterr().out
     strip = [{key: value for key, value in row.items() if key != "seconds"} for row in whole]
@@ -163,11 +171,11 @@ def test_a_killed_process_loses_no_answer(tasks, tmp_path, small_batches, counte
 
 def test_answers_of_other_requests_are_not_taken(tasks, tmp_path, counted):
     with counted() as some:
-        run(tasks, [QUESTIONS], tmp_path, limit=8)
+        run(tasks, [QUESTIONS], tmp_path, samples=8)
     with counted() as longer:
-        run(tasks, [QUESTIONS], tmp_path, limit=8, max_length=48)
+        run(tasks, [QUESTIONS], tmp_path, samples=8, max_length=48)
     with counted() as other:
-        run(tasks, [QUESTIONS], tmp_path, variants(seed=1), limit=8)
+        run(tasks, [QUESTIONS], tmp_path, variants(seed=1), samples=8)
     assert some.requests == longer.requests == other.requests > 0
     assert len(lines(tmp_path / "samples" / "lm_eval.jsonl")) == 3 * 8
 
@@ -218,7 +226,7 @@ def test_a_group_is_measured_before_where_all_of_it_is_there(tasks, tmp_path, co
     whole = run(tasks, ["local_group"], tmp_path)
     assert {row["source"] for row in whole} == parts
     assert run(tasks, ["local_group"], tmp_path) == whole and "measured before" in capsys.readouterr().out
-    run(tasks, [CHOICES], tmp_path, limit=5)  # takes the place of one
+    run(tasks, [CHOICES], tmp_path, samples=5)  # takes the place of one
     with counted() as second:
         again = run(tasks, ["local_group"], tmp_path)
     assert {row["source"] for row in again} == parts and {row["samples"] for row in again} == {30, 60}
@@ -235,7 +243,7 @@ def test_changed_tasks_are_measured_again(tasks, tmp_path, counted, monkeypatch)
 
     def measured() -> int:
         with counted() as found:
-            run(tasks, [QUESTIONS], out, limit=3)
+            run(tasks, [QUESTIONS], out, samples=3)
         return found.requests
 
     assert measured() > 0 and measured() == 0
@@ -254,14 +262,14 @@ def test_changed_tasks_are_measured_again(tasks, tmp_path, counted, monkeypatch)
 
 
 def test_results_within_the_folder_of_tasks_are_no_tasks(tasks, tmp_path, counted):
-    run(tasks, [QUESTIONS], tasks / "out", limit=3)
+    run(tasks, [QUESTIONS], tasks / "out", samples=3)
     with counted() as second:
-        run(tasks, [QUESTIONS], tasks / "out", limit=3)
+        run(tasks, [QUESTIONS], tasks / "out", samples=3)
     assert second.batches == 0
 
 
 def test_cropped_reads_no_more_than_it_crops_to(tasks, tmp_path):
-    whole, cropped = run(tasks, [PASSAGES], tmp_path, variants("as trained", "cropped"), limit=4)
+    whole, cropped = run(tasks, [PASSAGES], tmp_path, variants("as trained", "cropped"), samples=4)
     assert (whole["max_length"], cropped["max_length"]) == (64, tiny.LENGTH)
     assert cropped["score"] != whole["score"]
 
@@ -291,8 +299,8 @@ def test_the_harness_must_be_there(tasks, tmp_path, monkeypatch):
 
 def test_opened_tasks_serve_all_variants(tasks, tmp_path):
     """Examples are drawn anew for each, so that equal readers are asked equal questions."""
-    both = run(tasks, [CHOICES], tmp_path / "both", [*variants(), *variants(seed=1)], num_fewshot=2, limit=6)
-    alone = run(tasks, [CHOICES], tmp_path / "alone", variants(seed=1), num_fewshot=2, limit=6)
+    both = run(tasks, [CHOICES], tmp_path / "both", [*variants(), *variants(seed=1)], num_fewshot=2, samples=6)
+    alone = run(tasks, [CHOICES], tmp_path / "alone", variants(seed=1), num_fewshot=2, samples=6)
     assert both[1]["score"] == alone[0]["score"] and both[1]["tokens"] == alone[0]["tokens"]
     of_second = [line for line in lines(tmp_path / "both" / "samples" / "lm_eval.jsonl") if "1" in line["checkpoint"]]
     strip = [{**line, "seconds": 0} for line in lines(tmp_path / "alone" / "samples" / "lm_eval.jsonl")]

@@ -11,7 +11,15 @@ from pe_lab.data.tokenizers import ByteTokenizer
 from pe_lab.errors import UserError
 from pe_lab.evaluation.generation.backend import ModelBackend
 from pe_lab.evaluation.generation.tasks import PromptTask, Sample
-from pe_lab.evaluation.suites.longbench import GROUPS, TASKS, LongBenchTask, bucket_of, open_longbench, record_bucket_of
+from pe_lab.evaluation.suites.longbench import (
+    GROUPS,
+    SUITE,
+    TASKS,
+    LongBenchSettings,
+    LongBenchTask,
+    bucket_of,
+    record_bucket_of,
+)
 from pe_lab.language_model import LanguageModel
 from pe_lab.model.generation import Ending
 
@@ -80,6 +88,10 @@ def directory(tmp_path_factory):
     for name in GROUPS["e"]:
         write(root / "data" / f"{name}.jsonl", records(name.removesuffix("_e"))[::-1])
     return root
+
+
+def open_longbench(directory, names, max_length=None, chat=False):
+    return SUITE.open(names, LongBenchSettings(str(directory), chat=chat), [max_length])
 
 
 def one(directory, name, **options):

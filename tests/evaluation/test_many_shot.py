@@ -11,7 +11,7 @@ from pe_lab.data.tokenizers import ByteTokenizer
 from pe_lab.errors import DataError, UserError
 from pe_lab.evaluation.generation.tasks import PromptTask
 from pe_lab.evaluation.suites import many_shot
-from pe_lab.evaluation.suites.many_shot import many_shot_tasks
+from pe_lab.evaluation.suites.many_shot import SUITE, ManyShotSettings
 
 BYTES = ByteTokenizer()
 LENGTH, BUFFER, NEW = 3000, 400, 256
@@ -34,10 +34,14 @@ def write(path, found):
     return path
 
 
+def opened(path, *names):
+    return SUITE.open(names, ManyShotSettings(path, max_new_tokens=NEW, buffer=BUFFER))
+
+
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
     path = write(tmp_path_factory.mktemp("many") / "problems.jsonl", lines())
-    return {task.name: task for task in many_shot_tasks(path, (), NEW, BUFFER)}
+    return {task.name: task for task in opened(path)}
 
 
 def parts(text):
@@ -117,7 +121,7 @@ def test_a_sample_depends_on_its_index_alone(tasks):
 
 def test_few_problems_are_repeated_but_not_the_needle(tmp_path):
     path = write(tmp_path / "few.jsonl", lines(4))
-    for task in many_shot_tasks(path, ["needle", "plain"], NEW, BUFFER):
+    for task in opened(path, "needle", "plain"):
         samples = task.samples(BYTES, LENGTH, 500, 0)
         assert len(samples) == (20 if task.needle else 5)
         for sample in samples[:8]:
@@ -135,14 +139,14 @@ def test_a_short_length_is_refused_and_long_problems_are_skipped(tasks, tmp_path
         tasks["needle"].samples(BYTES, least - 1, 4, 0)
     found = lines(10)
     found[3] |= {"solution": "Long. " * 1000 + "\\boxed{1}"}
-    (task,) = many_shot_tasks(write(tmp_path / "long.jsonl", found), ["plain"], NEW, BUFFER)
+    (task,) = opened(write(tmp_path / "long.jsonl", found), "plain")
     asked = [sample.metadata["problem"] for sample in task.samples(BYTES, LENGTH, 50, 0)]
     assert sorted(asked) == [i for i in range(11) if i != 3]
 
 
 def test_the_papers_settings_are_the_defaults(tasks, tmp_path):
     path = write(tmp_path / "problems.jsonl", lines(2))
-    assert [(task.buffer, task.max_new_tokens) for task in many_shot_tasks(path)] == [(2300, 2048)] * 2
+    assert [(task.buffer, task.max_new_tokens) for task in SUITE.open((), ManyShotSettings(path))] == [(2300, 2048)] * 2
     assert many_shot.SAMPLES == {"needle": 4 * 100, "plain": 100}
     for task in tasks.values():
         assert isinstance(task, PromptTask) and task.suite == "many_shot" and task.metric == "accuracy"
@@ -151,7 +155,7 @@ def test_the_papers_settings_are_the_defaults(tasks, tmp_path):
 
 def test_files_that_are_not_problems_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"--problems=.*none\.jsonl.*nlile/hendrycks-MATH-benchmark"):
-        many_shot_tasks(tmp_path / "none.jsonl")
+        opened(tmp_path / "none.jsonl")
     good = lines(2)[0]
     for wrong, message in (
         ({"problem": "p", "answer": "1"}, "it has no text solution"),

@@ -41,12 +41,11 @@ class Copies:
 
     def __init__(self, most: int = 4, dies_after: int | None = None, wrong: float | None = None):
         self.asked, self._rows, self._dies, self._wrong = [], most, dies_after, wrong
-        self.on_tokens = None
 
     def batch_size(self, length: int) -> int:
         return self._rows
 
-    def __call__(self, samples):
+    def __call__(self, samples, statistics):
         if self._dies is not None and len(self.asked) >= self._dies:
             raise KeyboardInterrupt
         self.asked.append([sample.index for sample in samples])
@@ -138,7 +137,7 @@ def test_another_variant_another_haystack_and_another_seed_are_other_samples(tmp
 
 
 @pytest.mark.slow
-def test_the_model_itself_answers_as_generate_does(tmp_path, counts):
+def test_the_model_itself_answers_as_generate_does(tmp_path, counts, capsys):
     lm = model()
     made = Prompted(variants(lm), [task()], (600,), {"samples": 3}, 42, tmp_path)
     made.run()
@@ -147,8 +146,8 @@ def test_the_model_itself_answers_as_generate_does(tmp_path, counts):
     samples = made.groups[0].prompts.samples
     for line, sample in zip(lines, samples, strict=True):
         assert line["output"] == lm.generate(sample.tokens, max_new_tokens=12, text=True)
-    assert made.spent.read == sum(len(s.tokens) for s in samples) and made.spent.written >= 3
-    assert "tokens/s" in made.spent.describe()
+    assert made.statistics.prompt_tokens == sum(len(s.tokens) for s in samples) and made.statistics.new_tokens >= 3
+    assert "tokens/s" in capsys.readouterr().out
 
 
 def test_encodings_that_follow_the_length_are_fixed_at_the_one_that_is_asked_for(tmp_path):

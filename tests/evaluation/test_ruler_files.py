@@ -7,8 +7,8 @@ import pytest
 
 from pe_lab.data.tokenizers import ByteTokenizer
 from pe_lab.errors import UserError
-from pe_lab.evaluation.suites.niah import open_haystack
-from pe_lab.evaluation.suites.ruler import TASKS, qa_task, ruler_tasks
+from pe_lab.evaluation.suites.niah import NOISE
+from pe_lab.evaluation.suites.ruler import SUITE, TASKS, RulerSettings, qa_task
 from pe_lab.evaluation.suites.ruler_files import (
     read_predictions,
     score_predictions,
@@ -62,7 +62,9 @@ def test_prompts_are_written_as_rulers_data(tmp_path):
     qa.mkdir()
     (qa / "squad.json").write_text(json.dumps(GOLDEN["squad"]))
     (qa / "hotpotqa.json").write_text(json.dumps(GOLDEN["hotpot"]))
-    for task in ruler_tasks(None, open_haystack("noise"), qa):
+    essays = tmp_path / "essays.txt"
+    essays.write_text(f"{NOISE} " * 9)
+    for task in SUITE.open((), RulerSettings(haystack=str(essays), qa=qa)):
         sample = task.samples(ByteTokenizer(), 3000, 1, 0)[0]
         path = tmp_path / task.name / "validation.jsonl"
         write_prompts(path, task.name, [sample])
@@ -129,7 +131,7 @@ def test_half_a_character_in_words_or_questions_is_refused(tmp_path):
     words = {str(i): f"word{i}" for i in range(200)} | {"7": "half \ud83d"}
     (tmp_path / "words.json").write_text(json.dumps(words))
     with pytest.raises(UserError, match=r"words\.json has half of a surrogate pair.*half \\ud83d"):
-        ruler_tasks(["cwe"], words=tmp_path / "words.json")
+        SUITE.open(["cwe"], RulerSettings(words=tmp_path / "words.json"))
     whole, half = "of a paragraph", "of a para \ud83d"
     qas = [{"question": "Who?", "answers": [{"text": "She"}], "is_impossible": False}]
     files = {

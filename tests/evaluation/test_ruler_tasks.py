@@ -13,7 +13,7 @@ from pe_lab.data.tokenizers import ByteTokenizer
 from pe_lab.errors import UserError
 from pe_lab.evaluation.generation.tasks import PromptTask
 from pe_lab.evaluation.suites import ruler as ruler_tasks
-from pe_lab.evaluation.suites.niah import NOISE, open_haystack
+from pe_lab.evaluation.suites.niah import NOISE
 from pe_lab.evaluation.suites.ruler import (
     NEEDLES,
     TASKS,
@@ -23,7 +23,6 @@ from pe_lab.evaluation.suites.ruler import (
     qa_task,
     question_prompt,
 )
-from pe_lab.evaluation.suites.ruler import ruler_tasks as tasks_named
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "ruler_golden.json").read_text())
 BYTES = ByteTokenizer()
@@ -50,6 +49,10 @@ def files(tmp_path_factory):
     (directory / "dev-v2.0.json").write_text(json.dumps(GOLDEN["squad"]))
     (directory / "hotpot_dev_distractor_v1.json").write_text(json.dumps(GOLDEN["hotpot"]))
     return directory
+
+
+def tasks_named(names, **settings):
+    return ruler_tasks.SUITE.open(names, ruler_tasks.RulerSettings(**settings))
 
 
 @pytest.fixture(params=["vt", "vt long", "cwe", "cwe long", "fwe", "qa_1", "qa_2"])
@@ -366,8 +369,9 @@ def test_questions_whose_own_documents_do_not_fit_are_skipped(tmp_path):
 # Names and files
 
 
-def test_all_thirteen_tasks_by_name(files):
-    made = tasks_named(None, open_haystack("noise"), files)
+def test_all_thirteen_tasks_by_name(files, tmp_path):
+    (tmp_path / "essays.txt").write_text(f"{NOISE} " * 9)
+    made = tasks_named((), haystack=str(tmp_path / "essays.txt"), qa=files)
     assert [task.name for task in made] == list(TASKS) and len(TASKS) == 13
     assert all(isinstance(task, PromptTask) and task.suite == "ruler" and task.sized for task in made)
     metrics = {task.name: task.metric for task in made if task.name not in NEEDLES}

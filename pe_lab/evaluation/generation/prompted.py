@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pe_lab.data.tokenizers import Tokenizer
 from pe_lab.errors import CheckpointError, ConfigError, DataError
-from pe_lab.evaluation.generation.backend import ModelBackend, Spent
+from pe_lab.evaluation.generation.backend import ModelBackend
 from pe_lab.evaluation.generation.tasks import PromptTask, Sample
 from pe_lab.evaluation.progress import TokenProgress
 from pe_lab.evaluation.suite import PromptSuite, read_settings
 from pe_lab.evaluation.suites import SUITES, open_tasks
 from pe_lab.evaluation.variants import Variant
 from pe_lab.identity import versions
+from pe_lab.model import GenerationStatistics
 from pe_lab.parallel import compute_devices, shared
 from pe_lab.results.records import Record, RecordFile, SampleFile, SampleRecord, announced, digest, finite, sample_key
 from pe_lab.results.statistics import mean_of
@@ -163,7 +164,7 @@ class PromptBatch:
 
     group: PromptGroup
     length: int
-    backend: Callable[[Sequence[Sample]], list[str]]
+    backend: Callable[[Sequence[Sample], GenerationStatistics], list[str]]
     indices: list[int]
     filled: list[int]
     tokens: int
@@ -214,7 +215,7 @@ class Prompted:
       quiet: whether nothing is printed.
 
     Attributes:
-      spent: the cost of the answers so far.
+      statistics, seconds: the cost of the answers so far; `seconds` has those of compiling.
       work: tokens of all groups, about.
       total, finished: all samples, and those that an earlier process answered.
     """
@@ -228,14 +229,14 @@ class Prompted:
         seed: int,
         directory: AnyPath,
         again: bool = False,
-        backend: Callable[[Variant, int, Spent], ModelBackend] = ModelBackend.of,
+        backend: Callable[[Variant, int], ModelBackend] = ModelBackend.of,
         run: str = "",
         prompts: dict[Any, Prompts] | None = None,
         quiet: bool = False,
     ):
         self.directory, self.again, self._options, self._run = directory, again, options, run
         self._out = console(quiet)
-        self.spent, self._backend = Spent(), backend
+        self.statistics, self.seconds, self._backend = GenerationStatistics(), 0.0, backend
         suites = dict.fromkeys(task.suite for task in tasks)
         self._sample_files = {suite: SampleFile(directory / "samples" / f"{suite}.jsonl") for suite in suites}
         self._record_files = {suite: RecordFile(directory / f"{suite}.jsonl") for suite in suites}
@@ -289,8 +290,8 @@ class Prompted:
                     f"{record['suite']}:{record['source']}, {record['label']}: {record['truncated']} of "
                     f"{record['samples']} prompts were cut in the middle, as the protocol requires."
                 )
-        if self.spent.read:
-            out.print(self.spent.describe())
+        if self.statistics.prompt_tokens:
+            out.print(self._describe_cost())
         out.print(f"Answers: {self.directory / 'samples'}")
         for name in self._record_files:
             suite = SUITES[name]
@@ -307,6 +308,16 @@ class Prompted:
     # --------------------------------------------------------------------------------------------------------
     # Answers
 
+    def _describe_cost(self) -> str:
+        read, written = self.statistics.prompt_tokens, self.statistics.new_tokens
+        compiling = self.statistics.compile_seconds
+        seconds = max(self.seconds - compiling, 1e-9)
+        rate = (read + written) / seconds
+        return (
+            f"Read {read:,} tokens and wrote {written:,} in {seconds:.1f} s: {rate:,.1f} tokens/s "
+            f"({compiling:.1f} s of compiling not counted)"
+        )
+
     def _batches(self) -> list[PromptBatch]:
         """The batches that have a sample without an answer, in the order of the groups."""
         found, planned = [], set()
@@ -318,7 +329,7 @@ class Prompted:
             for length, indices in group.by_length():
                 if all(done[i] for i in indices):
                     continue
-                backend = self._backend(group.variant, length, self.spent)
+                backend = self._backend(group.variant, length)
                 longest = length if group.length else max(group.prompts.sizes[i] for i in indices)
                 for batch, filled in batches(indices, backend.batch_size(longest)):
                     # A batch that was begun is answered whole: in another batch, sums may be rounded otherwise.
@@ -334,9 +345,10 @@ class Prompted:
             for i in batch.indices:
                 batch.group.prompts.check_fits(samples[i])
             batch.rest = UnreportedTokens(batch.tokens, functools.partial(progress.add, name=batch.group.name))
-            batch.backend.on_tokens, before, start = batch.rest.take, self.spent.copy(), time.perf_counter()
-            answers = batch.backend([samples[i] for i in batch.filled])[: len(batch.indices)]
-            yield AnsweredBatch(answers, time.perf_counter() - start, self.spent.since(before))
+            statistics, start = GenerationStatistics(on_tokens=batch.rest.take), time.perf_counter()
+            answers = batch.backend([samples[i] for i in batch.filled], statistics)[: len(batch.indices)]
+            statistics.on_tokens = None  # other processes get the rest
+            yield AnsweredBatch(answers, time.perf_counter() - start, statistics)
 
     def _answer(
         self,
@@ -361,8 +373,9 @@ class Prompted:
             )
             if batch.rest is None:  # another process has answered it
                 batch.rest = UnreportedTokens(batch.tokens, on_tokens)
-                self.spent.add(answered.spent)
             batch.rest.take(batch.rest.tokens)
+            self.statistics.add(answered.statistics)
+            self.seconds += answered.seconds
         return [file.records[key] for key in keys]
 
     def _sample_record(
@@ -439,7 +452,7 @@ class AnsweredBatch(NamedTuple):
 
     texts: list[str]
     seconds: float
-    spent: Spent
+    statistics: GenerationStatistics
 
 
 def open_prompted(chosen: Mapping[PromptSuite, Sequence[str]], session: EvaluationSession) -> Prompted:

@@ -14,7 +14,7 @@ from pe_lab.evaluation.lm_eval.requests import Journal, Used
 from pe_lab.evaluation.lm_eval.task_lists import TASK_LISTS, expand_tasks, folder_digest, harness_version, open_tasks
 from pe_lab.evaluation.progress import describe_speed
 from pe_lab.evaluation.suite import Suite, read_settings
-from pe_lab.evaluation.suites.lm_eval import SUITE
+from pe_lab.evaluation.suites.lm_eval import SUITE, HarnessSettings
 from pe_lab.evaluation.variants import Variant
 from pe_lab.identity import versions
 from pe_lab.parallel import on_first
@@ -43,10 +43,6 @@ class Harness:
       names: of tasks, and of `TASK_LISTS`; none: DroPE's six.
       max_length: tokens to which the harness cuts contexts from the left; None: the training length. It is never more
         than a variant's `crop`.
-      include: a folder with YAML files of tasks.
-      limit: documents of each task; None: all.
-      num_fewshot: examples before each question; None: the task's own number.
-      chat: whether questions are put as a user's messages.
       again: whether tasks that were measured before are measured again.
 
     Raises:
@@ -58,18 +54,16 @@ class Harness:
         variants: Sequence[Variant],
         names: Sequence[str],
         directory: AnyPath,
+        settings: HarnessSettings,
         max_length: int | None = None,
-        include: str | None = None,
-        limit: int | None = None,
-        num_fewshot: int | None = None,
-        chat: bool = False,
         again: bool = False,
     ):
         names = expand_tasks(names or [next(iter(TASK_LISTS))])
+        include = settings.lm_eval_tasks
         shared = {
-            "limit": limit,
-            "num_fewshot": num_fewshot,
-            "chat": chat,
+            "limit": settings.samples,
+            "num_fewshot": settings.num_fewshot,
+            "chat": settings.chat,
             "include": include and str(Path(include).resolve()),
             "contents": folder_digest(include, directory),
             "harness": harness_version(),
@@ -174,17 +168,8 @@ class HarnessMeasurement:
 def open_harness(chosen: Mapping[Suite, Sequence[str]], session: EvaluationSession) -> Harness:
     """The harness's tasks, as a session asks for them; see `Suite.runner`."""
     settings, plan = read_settings(SUITE, session.plan.options), session.plan
-    return Harness(
-        session.variants,
-        chosen[SUITE],
-        session.out,
-        max_length=max(plan.lengths) if session.limits != (None,) else None,
-        include=settings.lm_eval_tasks,
-        limit=settings.samples,
-        num_fewshot=settings.num_fewshot,
-        chat=settings.chat,
-        again=plan.again,
-    )
+    max_length = max(plan.lengths) if session.limits != (None,) else None
+    return Harness(session.variants, chosen[SUITE], session.out, settings, max_length, plan.again)
 
 
 def measure(

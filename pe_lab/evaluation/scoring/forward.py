@@ -99,7 +99,7 @@ class Forward:
             devices = mesh.devices.flatten()
         devices = list(compute_devices() if devices is None else devices)
         self._slopes, self._whole = slopes, sys.maxsize if self._live else whole
-        self._meshes = OneMesh(mesh) if self._live else Meshes(devices, tensor)
+        self._meshes = Meshes(devices, tensor, mesh if self._live else None)
         self._devices = len(devices)
         self._batch_sizes: dict[tuple[str, int, Mesh | None], int] = {}
         self._compiled: dict[tuple[str, int, Mesh | None, int], Callable[..., jax.Array]] = {}
@@ -302,12 +302,14 @@ class Meshes:
 
     Args:
       tensor: the devices that the weights are sharded over.
+      live: the mesh of a training run, which is then the one of every batch.
     """
 
-    def __init__(self, devices: Sequence[Any], tensor: int = 1):
-        config = MeshConfig(data=-1, tensor=tensor)
-        self.over_sequences: Mesh | None = make_mesh(config, devices) if len(devices) > 1 else None
-        self._count, self._together = len(devices) // tensor, computes_together()
+    def __init__(self, devices: Sequence[Any], tensor: int = 1, live: Mesh | None = None):
+        self.over_sequences, self._count, self._together = live, 1, computes_together()
+        if live is None and len(devices) > 1:
+            self.over_sequences = make_mesh(MeshConfig(data=-1, tensor=tensor), devices)
+            self._count = len(devices) // tensor
 
     def shards(self, sequences: int, length: int) -> bool:
         """Whether each sequence is sharded: they are long, and fewer than the devices.
@@ -325,21 +327,6 @@ class Meshes:
         # The same devices in the same order, so that replicated arrays need not move.
         grid = self.over_sequences.devices.reshape(over, self._count // over, 1, -1).transpose(0, 2, 3, 1)
         return Mesh(grid, self.over_sequences.axis_names, axis_types=self.over_sequences.axis_types)
-
-
-class OneMesh:
-    """The mesh of a training run, for every batch."""
-
-    def __init__(self, mesh: Mesh):
-        self.over_sequences: Mesh | None = mesh
-
-    def shards(self, sequences: int, length: int) -> bool:
-        """See `Meshes`."""
-        return False
-
-    def of(self, sequences: int, length: int) -> Mesh | None:
-        """See `Meshes`."""
-        return self.over_sequences
 
 
 def tensor_shards(mesh: Mesh | None) -> int:

@@ -214,31 +214,6 @@ ADVICE = f"Download {URL}, unzip it, and give the directory with its data/*.json
 _TEXTS = ("input", "context", "dataset", "language", "_id")
 
 
-def open_longbench(
-    directory: Path, names: Sequence[str], max_length: int | None = None, chat: bool = False
-) -> list[LongBenchTask]:
-    """The tasks `names`, each once, from the unpacked data.zip.
-
-    Args:
-      directory: has TASK.jsonl and TASK_e.jsonl (LongBench-E), or a directory `data` that has them.
-      names: tasks, `TASK_e`, or names of `GROUPS`.
-      max_length: the tokens that a prompt and its answer may take together; None: no limit.
-      chat: whether prompts are in the tokenizer's chat format where the original's are.
-
-    Raises:
-      DataError: a file is missing or damaged.
-      UnsupportedError: a Chinese task, and jieba is not installed.
-    """
-    wanted = dict.fromkeys(task for name in names for task in GROUPS.get(name, (name,)))
-    if not directory.is_dir():
-        raise DataError(f"--longbench={directory}: there is no such directory. {ADVICE}")
-    files = {name: _find(directory, name) for name in wanted}
-    missing = [f"{name}.jsonl" for name, path in files.items() if path is None]
-    if missing:
-        raise DataError(f"{directory} has no {', '.join(missing)}, nor does a directory data in it. {ADVICE}")
-    return [LongBenchTask(name, path, max_length, chat) for name, path in files.items() if path is not None]
-
-
 def _find(directory: Path, name: str) -> Path | None:
     paths = (directory / f"{name}.jsonl", directory / "data" / f"{name}.jsonl")
     return next((path for path in paths if path.is_file()), None)
@@ -258,7 +233,8 @@ class LongBenchTask:
     adds it after truncation. One rule is looser: in samsum, whose answers end at the newline's token (and not at a
     newline within another token, such as that of two), the original does not let an answer begin with that token.
 
-    `name` is a task, or `TASK_e` of LongBench-E; for the other arguments and the errors see `open_longbench`.
+    `name` is a task, or `TASK_e` of LongBench-E; `max_length` the tokens that a prompt and its answer may take together
+    (None: no limit); `chat`: whether prompts are in the tokenizer's chat format where the original's are.
 
     Attributes:
       edges_by_record_length: the lower edges, in words, of the original's buckets of a record's `length`; None for a
@@ -439,10 +415,22 @@ class LongBench(PromptSuite):
     def open(
         self, names: Sequence[str], settings: LongBenchSettings, limits: Sequence[int | None] = (None,)
     ) -> list[LongBenchTask]:
+        """The tasks `names` (tasks, `TASK_e`, or names of `GROUPS`), each once, or all.
+
+        Raises:
+          UnsupportedError: a Chinese task, and jieba is not installed.
+        """
         if settings.longbench is None:
             raise ConfigError(f"--suite=longbench: its files are not here. {ADVICE}")
         directory = Path(settings.longbench)
-        return [task for limit in limits for task in open_longbench(directory, names or ("all",), limit, settings.chat)]
+        if not directory.is_dir():
+            raise DataError(f"--longbench={directory}: there is no such directory. {ADVICE}")
+        wanted = dict.fromkeys(task for name in names or ("all",) for task in GROUPS.get(name, (name,)))
+        files = {name: _find(directory, name) for name in wanted}
+        missing = [f"{name}.jsonl" for name, path in files.items() if path is None]
+        if missing:
+            raise DataError(f"{directory} has no {', '.join(missing)}, nor does a directory data in it. {ADVICE}")
+        return [LongBenchTask(name, path, limit, settings.chat) for limit in limits for name, path in files.items()]
 
 
 SUITE = LongBench()

@@ -177,22 +177,6 @@ def _unsolved(problem: Problem) -> str:
     return f"Problem: {problem.text}\nSolution:"
 
 
-def many_shot_tasks(
-    problems: Path | None, names: Sequence[str] = (), max_new_tokens: int = NEW_TOKENS, buffer: int = BUFFER
-) -> list[ManyShotTask | ZeroShotTask]:
-    """The tasks `names`, or both with solved problems, on the problems of a file; None is a `ConfigError`."""
-    if problems is None:
-        raise ConfigError(f"--suite=many_shot: there is no file of problems. {ADVICE}")
-    path = at_home(str(problems))
-    read, fingerprint = read_problems(path), hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-    return [
-        ZeroShotTask(read, fingerprint, max_new_tokens)
-        if name in ZERO_SHOT
-        else ManyShotTask(read, fingerprint, name == "needle", buffer, max_new_tokens)
-        for name in names or SAMPLES
-    ]
-
-
 def read_problems(path: Path) -> tuple[Problem, ...]:
     """The problems of a file of JSON lines. Without an answer, the last box of the solution is taken.
 
@@ -239,7 +223,17 @@ class ManyShot(PromptSuite):
     def open(
         self, names: Sequence[str], settings: ManyShotSettings, limits: Sequence[int | None] = (None,)
     ) -> list[ManyShotTask | ZeroShotTask]:
-        return many_shot_tasks(settings.problems, names, settings.max_new_tokens, settings.buffer)
+        """The tasks `names`, or both with solved problems."""
+        if settings.problems is None:
+            raise ConfigError(f"--suite=many_shot: there is no file of problems. {ADVICE}")
+        path = at_home(str(settings.problems))
+        read, fingerprint = read_problems(path), hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        return [
+            ZeroShotTask(read, fingerprint, settings.max_new_tokens)
+            if name in ZERO_SHOT
+            else ManyShotTask(read, fingerprint, name == "needle", settings.buffer, settings.max_new_tokens)
+            for name in names or SAMPLES
+        ]
 
 
 SUITE = ManyShot()

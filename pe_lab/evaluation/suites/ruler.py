@@ -42,7 +42,6 @@ from pe_lab.evaluation.suites.niah import (
     HAYSTACK,
     NOISE,
     SAMPLES,
-    Haystack,
     distinct,
     open_haystack,
     ruler_needle_task,
@@ -466,38 +465,6 @@ WORDS_ADVICE = (
 )
 
 
-def ruler_tasks(
-    names: Sequence[str] | None = None,
-    essays: Haystack | None = None,
-    qa: Path | None = None,
-    words: Path | None = None,
-) -> list[PromptTask]:
-    """The tasks `names`, or all thirteen.
-
-    Args:
-      essays: replaces Paul Graham's essays in the needle tasks.
-      qa: the directory with the files of SQuAD and HotpotQA, for qa_1 and qa_2.
-      words: RULER's english_words.json, for `cwe` at lengths beyond the words of wonderwords.
-
-    Raises:
-      ConfigError: `qa` is needed.
-      DataError: a file is missing or damaged.
-    """
-    made: list[PromptTask] = []
-    for name in names or TASKS:
-        if name in NEEDLES:
-            made.append(ruler_needle_task(name, essays))
-        elif name == "vt":
-            made.append(VariableTracking())
-        elif name == "cwe":
-            made.append(CommonWords(_words(words) if words else ()))
-        elif name == "fwe":
-            made.append(FrequentWords())
-        else:
-            made.append(qa_task(name, qa))
-    return made
-
-
 def _words(path: Path) -> tuple[str, ...]:
     """The words of RULER's english_words.json, whose keys are numbers."""
     entries = read_json(path, WORDS_ADVICE)
@@ -548,7 +515,19 @@ class Ruler(PromptSuite):
                 "replace the essays, or leave --haystack out."
             )
         essays = None if settings.haystack == "essays" else open_haystack(settings.haystack)
-        return ruler_tasks(names, essays, settings.qa, settings.words)
+        made: list[PromptTask] = []
+        for name in names or TASKS:
+            if name in NEEDLES:
+                made.append(ruler_needle_task(name, essays))
+            elif name == "vt":
+                made.append(VariableTracking())
+            elif name == "cwe":
+                made.append(CommonWords(_words(settings.words) if settings.words else ()))
+            elif name == "fwe":
+                made.append(FrequentWords())
+            else:
+                made.append(qa_task(name, settings.qa))
+        return made
 
     def from_files(self, settings: RulerSettings) -> list[Record] | None:
         """The scores of RULER's prediction files."""
