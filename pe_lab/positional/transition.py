@@ -39,7 +39,7 @@ class ScheduleTransition:
             if (a.window, a.hooks) != (b.window, b.hooks):
                 raise ConfigError(
                     f"There is no gradual way for layer {n}: its window or its encodings with hooks change, and only "
-                    " frequencies, gains, slopes and logit scales can move."
+                    "frequencies, gains, slopes and logit scales can move."
                 )
 
     def at(self, t: float) -> Schedule:
@@ -59,7 +59,10 @@ class ScheduleTransition:
         order = ("shared", "grouped", "split")
         structure = tuple(
             dataclasses.replace(
-                a, rotates=True, slopes=a.slopes or b.slopes, heads=max(a.heads, b.heads, key=order.index)
+                a,
+                rotates=a.rotates or b.rotates,
+                slopes=a.slopes or b.slopes,
+                heads=max(a.heads, b.heads, key=order.index),
             )
             for a, b in zip(self.start.structure, self.end.structure, strict=True)
         )

@@ -1,4 +1,4 @@
-"""Paths between two schedules: their ends, and the order in which things move. 2 s."""
+"""Transitions between two schedules: their ends, and the order in which things move. 2 s."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ ARRAYS = ("inv_freq", "gain", "fixed_freq", "alibi_slope", "logit_scale")
 
 
 @pytest.mark.parametrize("how", ["scale", "pairs", "layers"])
-def test_a_path_has_the_schedules_at_its_ends(how):
+def test_a_transition_has_the_schedules_at_its_ends(how):
     transition = ScheduleTransition(ROPE, NOPE, how)
     for t, expected in ((0.0, ROPE), (1.0, NOPE), (-1.0, ROPE), (2.0, NOPE)):
         for name in ARRAYS:
@@ -47,6 +47,7 @@ def test_slopes_and_logit_scales_move_too():
     moved = ScheduleTransition(alibi, NOPE).at(0.5)
     np.testing.assert_allclose(moved.alibi_slope, alibi.alibi_slope / 2, rtol=1e-6)
     np.testing.assert_allclose(moved.logit_scale, [1.5] * 4)
+    assert not any(one.rotates for one in moved.structure)  # nor does anything rotate that does not at either end
 
 
 def test_one_after_another():

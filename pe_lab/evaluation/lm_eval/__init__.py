@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     adapter()
     from lm_eval.__main__ import cli_evaluate
 
-    # Its bootstraps fork otherwise; see records._in_one_process.
+    # Its bootstraps fork otherwise; see harness._in_one_process.
     multiprocessing.set_start_method("spawn", force=True)
     before, sys.argv = sys.argv, ["lm-eval", *with_defaults(argv)]
     try:
