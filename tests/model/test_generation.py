@@ -26,6 +26,7 @@ from pe_lab.positional import (
     Beta,
     DynamicNTK,
     DynamicYarn,
+    Encoding,
     Gaussian,
     HeadEdit,
     Layer,
@@ -201,6 +202,14 @@ def test_layers_that_share_a_table(name, seen):
     assert_equals_full_passes(seen, TINY, schedules_of(TINY, SCHEMES[name]), prompts_of(TINY, 24), 12)
 
 
+@dataclasses.dataclass(frozen=True)
+class Sharper(Encoding):
+    """A function of logits without parameters."""
+
+    def logits(self, params, q, logits):
+        return jnp.where(logits < -1e29, logits, 1.5 * logits)
+
+
 GROUPED = Layer(Rope(100.0), heads=(HeadEdit((2, 3), NoPE()),))  # the second group of two
 STRUCTURES = {
     "grouped heads": [GROUPED, Layer(Rope(100.0))],
@@ -209,6 +218,7 @@ STRUCTURES = {
     "noise that follows the length": Layer(
         Rope(100.0, scaling=DynamicNTK(32)), heads=(HeadEdit((1,), Gaussian(7)), HeadEdit((2,), NoPE()))
     ),
+    "functions of logits that follow the length": Layer(Rope(100.0, scaling=DynamicNTK(32)), extras=(Sharper(),)),
     "the notebook's YaRN and bias": [Layer(NotebookYarn(100.0, 0.5, 2.0, 16, 4)), Layer(NotebookBias(1.5, 30))],
 }
 
