@@ -375,7 +375,7 @@ def in_order(values: Shaped[Array, "B T"], length: int, places: Int[np.ndarray, 
 
 def _reordered(
     tokens: Tokens, positions: Positions | None, segments: Tokens | None
-) -> tuple[Tokens, Positions | None, Tokens | None, np.ndarray | None]:
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None, np.ndarray | None]:
     """Tokens, positions and segments in the order of a context axis, and the place of each token."""
     # A sequence that does not divide is padded at its end, where causality hides the padding.
     parts, length = context_size(), tokens.shape[1]
