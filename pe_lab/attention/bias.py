@@ -57,7 +57,7 @@ def chosen_heads(heads: tuple[int, ...], num_heads: int) -> Bool[np.ndarray, " H
     return np.isin(np.arange(num_heads), heads) if heads else np.ones(num_heads, bool)
 
 
-def on_heads(x: Float[Array, "H *axes"], heads: tuple[int, ...], num_heads: int) -> Float[Array, "H *axes"]:
+def on_heads(x: Float[Array, " H *axes"], heads: tuple[int, ...], num_heads: int) -> Float[Array, " H *axes"]:
     """`x` on the given heads, and 0 on the others; () is all heads."""
     if not heads:
         return x

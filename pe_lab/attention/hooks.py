@@ -75,7 +75,7 @@ def index_positions(length: int) -> Int[np.ndarray, "1 T"]:
 def hook_inputs(
     hooks: Hooks,
     x: Float[Array, "B T D"],
-    before: Sequence[Shaped[Array, "B *state"]] | None = None,
+    before: Sequence[Shaped[Array, " B *state"]] | None = None,
     segments: Int[Array, "B T"] | None = None,
 ) -> tuple[list[Array], list[Shaped[Array, "B T *state"]]]:
     """What each encoding takes for x: x itself, or its running sum; and the states of the running sums.

@@ -53,7 +53,7 @@ def tokens_before(
 def running_sum(
     terms: Float[Array, "B T *sums"],
     segments: Int[Array, "#B T"] | None = None,
-    before: Shaped[Array, "B *state"] | None = None,
+    before: Shaped[Array, " B *state"] | None = None,
     angles: bool = False,
 ) -> tuple[Float[Array, "B T *sums"], Shaped[Array, "B T *state"]]:
     """The sum over all tokens of a document up to and including each, and the state from which a cache goes on.

@@ -179,7 +179,7 @@ def axis_limits(figure: LineCharts) -> tuple[tuple[float, float], tuple[float, f
     return _ends(xs, figure.log_x), figure.y_limits or _ends(ys, figure.log_y)
 
 
-def _ends(parts: Sequence[Float[np.ndarray, "_"]], log: bool) -> tuple[float, float]:
+def _ends(parts: Sequence[Float[np.ndarray, " _"]], log: bool) -> tuple[float, float]:
     values = np.concatenate([np.zeros(0), *(np.asarray(part, np.float64).ravel() for part in parts)])
     values = values[np.isfinite(values) & ((values > 0) | (not log))]
     if not values.size:

@@ -242,7 +242,7 @@ class Layout:
 CANONICAL = Layout()
 
 
-def channel_order(layout: Layout, head_dim: int) -> Int[np.ndarray, "K"]:
+def channel_order(layout: Layout, head_dim: int) -> Int[np.ndarray, " K"]:
     """The permutation of a head's channels that makes a layout canonical: `canonical = array[..., order]`.
 
     Unrotated channels keep their order, half of them after each half of the rotated ones.

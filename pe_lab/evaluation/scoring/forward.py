@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
+from pe_lab.checkpoints.source import parameter_shardings
 from pe_lab.config import MeshConfig, ModelConfig
 from pe_lab.model import Model, Params
 from pe_lab.model.cache import cache_bytes
@@ -126,7 +127,7 @@ class Forward:
         if mesh.shape["tensor"] > 1:
             blocks, learned = split_layers(params["layers"])
             bare = {**params, "layers": blocks}
-            placed = jax.tree.map(put, bare, shardings(Model(self.config), mesh, AxisRules()))
+            placed = jax.tree.map(put, bare, parameter_shardings(Model(self.config), mesh, AxisRules()))
             placed["layers"] |= {"positional": put(learned, NamedSharding(mesh, PartitionSpec()))} if learned else {}
             return placed
         return put(params, NamedSharding(mesh, PartitionSpec()))
