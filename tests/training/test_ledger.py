@@ -120,7 +120,8 @@ def test_the_buckets_add_up_to_wall_time_over_kills(tmp_path):
     assert last <= ended
     assert last - started - 0.1 <= found.wall <= last - begun + 0.1
     assert all(seconds >= 0 for start in found.starts for seconds in start.values())
-    assert all(found.seconds[bucket] > 0 for bucket in BUCKETS)  # it was killed between checkpoints
+    never = {bucket for bucket in BUCKETS if not found.seconds[bucket]}
+    assert never == {"suites"}  # it measures none; and it was killed between checkpoints
     for one in found.starts[1:]:
         assert one["down"] >= 2.0 and one["replayed_steps"] > 0
     assert f"goodput {found.goodput:.1%}" in out and "in 3 starts" in out
