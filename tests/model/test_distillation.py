@@ -71,8 +71,8 @@ def test_the_loss_and_its_gradient_are_those_of_whole_logits(teacher, student, b
 @pytest.mark.slow
 def test_hidden_states_and_attention_are_matched_relative_to_the_teachers(teacher, student, batch):
     inputs = DistilledInputs(BARE, teacher, ROTATED)
-    (_, ours, _), (_, its, _) = (
-        jax.jit(MODEL.streams)(params, batch["tokens"], None, None, schedule)
+    ours, its = (
+        MODEL.forward(params, batch["tokens"], None, None, schedule, collect=True).layers
         for params, schedule in ((student, BARE), (teacher, ROTATED))
     )
     for part, a, b in zip(("hidden", "attention"), ours, its, strict=True):
