@@ -41,7 +41,13 @@ napoleon_use_rtype = False
 napoleon_use_ivar = True  # a field that is a property too is described once
 nitpicky = True
 # Annotations name types of JAX, NumPy and jaxtyping, and types that have no entry of their own.
-nitpick_ignore_regex = [("py:.*", r"(?!pe_lab\.).*"), ("py:.*", r"pe_lab\.training\.stability\.History")]
+nitpick_ignore_regex = [
+    ("py:.*", r"(?!pe_lab\.).*"),
+    ("py:.*", r"pe_lab\.training\.stability\.History"),
+    ("py:.*", r"pe_lab\.analysis\.losses\.Edit\w+"),
+    ("py:.*", r"pe_lab\.(results\.findings\.Findings|checkpoints\.checkpoint\.Checkpoint)"),
+    ("py:.*", r"pe_lab\.data\.tokenizers\.companions\.AddedToken"),
+]
 
 linkcheck_timeout = 20
 linkcheck_ignore = [r"source\d:.*", r"(\.\./)*source/.*"]

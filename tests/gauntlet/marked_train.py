@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 import sys
@@ -47,7 +46,7 @@ if __name__ == "__main__":  # what reads the output does not need JAX
 
     def validation(*args: Any) -> Any:
         made = make(*args)
-        return dataclasses.replace(made, measure=_marked(made.measure, VALIDATION))
+        return made._replace(measure=_marked(made.measure, VALIDATION))
 
     loop.validation = validation
     sys.exit(main())
