@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -218,6 +218,17 @@ class CheckpointConfig:
     best: str = ""  # the step with the lowest value of this metric is kept too, such as validation_loss
     verify: bool = True  # compare a checkpoint with its manifest before training goes on from it
     on_failure: Literal["stop", "continue"] = "stop"  # at a save that fails, for instance on a full disk
+
+    def kept(self, steps: Sequence[int], metrics: Callable[[int], Mapping[str, float]]) -> set[int]:
+        """The steps that a phase keeps, of ascending `steps`; `metrics` reads those of one."""
+        kept = {*steps[-self.keep :], *(step for step in steps if step in self.milestones)}
+        if self.keep_every:
+            kept |= {step for step in steps if step and step % self.keep_every == 0}
+        read = {step: metrics(step) for step in steps} if self.best else {}
+        measured = {step: found[self.best] for step, found in read.items() if self.best in found}
+        if measured:
+            kept.add(min(measured, key=measured.__getitem__))  # the first one of equals
+        return kept
 
 
 @dataclass(frozen=True)

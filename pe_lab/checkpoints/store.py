@@ -12,7 +12,7 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -50,19 +50,6 @@ BARRIERS = 4  # Orbax has two in the background of a save
 _SAVING, _DELETING = ".saving", ".deleting"  # suffixes of directories under way
 
 
-def kept_steps(
-    retention: CheckpointConfig, steps: Sequence[int], metrics: Mapping[int, Mapping[str, float]]
-) -> set[int]:
-    """The steps that a phase keeps, of ascending `steps`; `metrics` of those that have some."""
-    kept = {*steps[-retention.keep :], *(step for step in steps if step in retention.milestones)}
-    if retention.keep_every:
-        kept |= {step for step in steps if step and step % retention.keep_every == 0}
-    measured = [step for step in steps if retention.best in metrics.get(step, {})]
-    if measured:
-        kept.add(min(measured, key=lambda step: metrics[step][retention.best]))  # the first one of equals
-    return kept
-
-
 def metadata_of(
     model: ModelConfig, layers: tuple[Layer, ...], layout: Layout = CANONICAL, **more: Any
 ) -> dict[str, Any]:
@@ -82,12 +69,12 @@ class Store:
 
     A step is written under another name, then every process digests the files that it wrote, process 0 writes the
     manifest, and renames the directory. Files of killed processes are removed when the store is opened for writing;
-    checkpoints that the retention does not keep, after a save and by `delete_old`.
+    checkpoints that are not `kept`, see `CheckpointConfig.kept`, after a save and by `delete_old`.
     """
 
-    def __init__(self, directory: str | AnyPath, retention: CheckpointConfig | None = None, read_only: bool = False):
+    def __init__(self, directory: str | AnyPath, kept: Callable[..., set[int]] | None = None, read_only: bool = False):
         self.directory = absolute(storage.path("the checkpoints", directory))
-        self._retention = retention or CheckpointConfig()
+        self._kept = kept or CheckpointConfig().kept
         self._checkpointer: Any = None
         self._commit: threading.Thread | None = None
         self._failure: str | None = None
@@ -261,11 +248,8 @@ class Store:
         if jax.process_index() != 0:
             return
         with contextlib.suppress(OSError, UserError):
-            steps, metrics = self.steps(), {}
-            for step in steps if self._retention.best else ():
-                with contextlib.suppress(CheckpointError):
-                    metrics[step] = read_manifest(self._path(step)).about.get("metrics", {})
-            kept = kept_steps(self._retention, steps, metrics)
+            steps = self.steps()
+            kept = self._kept(steps, self._metrics)
             if all(quick_damage(self._path(step)) for step in kept):
                 return
             for step in steps:
@@ -274,6 +258,11 @@ class Store:
                     if not is_remote(doomed):
                         doomed = doomed.rename(self._path(step, _DELETING))
                     remove_tree(doomed, first=MANIFEST)
+
+    def _metrics(self, step: int) -> Mapping[str, float]:
+        with contextlib.suppress(CheckpointError):
+            return read_manifest(self._path(step)).about.get("metrics", {})
+        return {}
 
     def wait(self) -> None:
         """Returns when the save under way is committed; `SaveFailed` if it failed, once."""

@@ -7,13 +7,13 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from pe_lab.checkpoints.store import metadata_of
-from pe_lab.config import Config, to_json
+from pe_lab.config import to_json
 from pe_lab.identity import config_hash, versions
 from pe_lab.model import Flops
 from pe_lab.positional import describe, label
@@ -25,7 +25,7 @@ from pe_lab.terminal import console
 from pe_lab.training.ledger import Ledger
 from pe_lab.training.plan import PhasePlan
 from pe_lab.training.run import Run
-from pe_lab.training.trackers import Background, Session, open_trackers
+from pe_lab.training.trackers import Background
 
 
 class PhaseLogs:
@@ -37,9 +37,9 @@ class PhaseLogs:
         resume_step: int,
         left_out: Collection[int] = (),
         expected: Mapping[str, Any] | None = None,
-        config: Config | None = None,
+        trackers: Callable[[int], Sequence[Background]] = lambda skip: (),
     ):
-        """Opens the logs, without the records after `resume_step`, and the trackers of a config.
+        """Opens the logs, without the records after `resume_step`, and the trackers; see `trackers.Session.skip`.
 
         At step 0 no record is kept: the phase starts over, and logs step 0 again. Rewinds that left out batches of
         `left_out` stay, whatever their step: these batches are not met again. If metrics.jsonl is not what `digest`
@@ -68,10 +68,8 @@ class PhaseLogs:
                     self.reached = max((record["step"] for record in records), default=-1)
         if expected not in (None, self.digest):
             console().print(f"DAMAGED: {directory / 'metrics.jsonl'} is not what was logged up to step {resume_step}")
-        if config is not None:
-            # After a rewind, the steps that are trained again have other values.
-            skip = -1 if left_out else self.reached
-            self._trackers = open_trackers(Session(directory, resume_step, skip, config), console().print)
+        # After a rewind, the steps that are trained again have other values.
+        self._trackers = trackers(-1 if left_out else self.reached)
 
     def write(self, name: str, record: Mapping[str, Any]) -> None:
         """Appends a record of one step to a log of `LOGS`; numbers of metrics and speed also go to the trackers."""

@@ -27,6 +27,7 @@ from pe_lab.training.run import Run, keep_tokenizer, open_pipeline
 from pe_lab.training.stability import MOST_REWINDS, MOST_SKIPS, Event, Monitor, Rewind, Rewinds
 from pe_lab.training.start import Start, StepInputs, is_complete, start_phase, step_inputs_of
 from pe_lab.training.step import RandomPositions, Shardings, TrainState, compile_train_step, make_shardings, place_batch
+from pe_lab.training.trackers import Background, Session, open_trackers
 
 
 class PhasePrograms(NamedTuple):
@@ -54,7 +55,7 @@ def train_phase(run: Run, phase: PhasePlan, previous: AnyPath | None) -> AnyPath
     config, ledger, out = run.config, run.ledger, run.out
     checkpoints = run.directory(phase) / DIRECTORY
     keep_tokenizer(run.workdir, run.tokenizer, out.print)
-    store = Store(checkpoints, config.checkpoint)
+    store = Store(checkpoints, config.checkpoint.kept)
     with contextlib.closing(store), stop_requests() as stops:
         if is_complete(run, phase, store):
             return checkpoints / str(phase.config.steps)
@@ -122,8 +123,12 @@ def _train_steps(
     validated = ""  # the validation loss measured last, to print
     speed = Speed(ledger, step, phase.tokens_per_step, programs.flops, run.peak.flops)
     write_phase(run, phase, programs.flops, lineage, "running", start.step, 0.0)  # a phase is never logs alone
+
+    def trackers(skip: int) -> Sequence[Background]:
+        return open_trackers(Session(directory, start.step, skip, config), out.print)
+
     with (
-        contextlib.closing(PhaseLogs(directory, start.step, left_out, start.log, config)) as logs,
+        contextlib.closing(PhaseLogs(directory, start.step, left_out, start.log, trackers)) as logs,
         Progress(out, phase.name, steps, step) as progress,
     ):
         ledger.reached(phase.name, logs.reached)

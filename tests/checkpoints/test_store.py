@@ -221,7 +221,7 @@ def test_a_save_under_way_does_not_see_the_next_steps(tmp_path):
     state = {"a": jnp.zeros((size,)), "b": jnp.zeros((2, size))}
     config = ModelConfig(vocab_size=128, layers=2, d_model=16, d_ff=32, heads=2, kv_heads=2, head_dim=8)
     described = layers("nope", 2)
-    store = Store(tmp_path / "checkpoints", CheckpointConfig(keep=steps))
+    store = Store(tmp_path / "checkpoints", CheckpointConfig(keep=steps).kept)
     for step in range(1, steps + 1):
         state = advance(state)
         store.save(step, state, state, metadata_of(config, described))
@@ -239,7 +239,7 @@ def test_a_save_under_way_does_not_see_the_next_steps(tmp_path):
 
 def test_only_the_last_few_are_kept_and_later_ones_can_be_set_aside(tmp_path):
     config = ModelConfig(vocab_size=128, layers=2, d_model=16, d_ff=32, heads=2, kv_heads=2, head_dim=8)
-    store = Store(tmp_path / "checkpoints", CheckpointConfig(keep=3))
+    store = Store(tmp_path / "checkpoints", CheckpointConfig(keep=3).kept)
     for step in (0, 5, 10, 15, 20):
         store.save(step, {"a": jnp.ones(3)}, None, metadata_of(config, layers("nope", 2)))
     store.wait()
@@ -256,10 +256,10 @@ def test_only_the_last_few_are_kept_and_later_ones_can_be_set_aside(tmp_path):
     store.close()
 
 
-def small_store(directory: Path, retention: CheckpointConfig | None = None):
+def small_store(directory: Path, retention: CheckpointConfig = CheckpointConfig()):  # noqa: B008
     """A store, and a function that saves arrays of a value at a step."""
     config = ModelConfig(vocab_size=128, layers=2, d_model=16, d_ff=32, heads=2, kv_heads=2, head_dim=8)
-    store = Store(directory / "checkpoints", retention)
+    store = Store(directory / "checkpoints", retention.kept)
 
     def save(step: int, value: float = 1.0, **metrics: float) -> None:
         described = metadata_of(config, layers("nope", 2))
@@ -288,7 +288,7 @@ def test_a_checkpoint_that_a_killed_process_did_not_delete_is_deleted_on_demand(
     store.wait()
     store.close()
     assert store.steps() == [1, 2, 3, 4]
-    after = Store(store.directory, CheckpointConfig(keep=3))
+    after = Store(store.directory, CheckpointConfig(keep=3).kept)
     assert after.steps() == [1, 2, 3, 4]  # the newest may be damaged: nothing is deleted before it was restored
     after.delete_old()
     assert after.steps() == [2, 3, 4]

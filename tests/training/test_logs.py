@@ -10,11 +10,16 @@ from tiny_runs import records
 from pe_lab.config import Config
 from pe_lab.storage.manifest import crc32c, sealed
 from pe_lab.training.logs import PhaseLogs, mark_complete
+from pe_lab.training.trackers import Session, open_trackers
 
 
 def opened(directory, resume_step):
     """The logs of a phase, with TensorBoard."""
-    return PhaseLogs(directory, resume_step, config=Config())
+    return PhaseLogs(
+        directory,
+        resume_step,
+        trackers=lambda skip: open_trackers(Session(directory, resume_step, skip, Config()), print),
+    )
 
 
 def write(directory, resume_step, *records, name="metrics"):

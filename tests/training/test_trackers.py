@@ -19,12 +19,16 @@ from pe_lab.config import Config, LogConfig, WandbConfig
 from pe_lab.errors import ConfigError, UnsupportedError
 from pe_lab.training import trackers
 from pe_lab.training.logs import PhaseLogs
-from pe_lab.training.trackers import Background, Session, Wandb, check_trackers
+from pe_lab.training.trackers import Background, Session, Wandb, check_trackers, open_trackers
 
 
 def logs_of(directory, resume_step, left_out=(), config=None) -> PhaseLogs:
     """The logs of a phase, with the trackers of a config."""
-    return PhaseLogs(directory, resume_step, left_out, config=config or Config())
+
+    def opened(skip):
+        return open_trackers(Session(directory, resume_step, skip, config or Config()), print)
+
+    return PhaseLogs(directory, resume_step, left_out, trackers=opened)
 
 
 class Listed(trackers.Tracker):
