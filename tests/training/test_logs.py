@@ -15,11 +15,11 @@ from pe_lab.training.trackers import Session, open_trackers
 
 def opened(directory, resume_step):
     """The logs of a phase, with TensorBoard."""
-    return PhaseLogs(
-        directory,
-        resume_step,
-        trackers=lambda skip: open_trackers(Session(directory, resume_step, skip, Config()), print),
-    )
+
+    def trackers(skip):
+        return open_trackers(Session(directory, resume_step, skip, Config()), print)
+
+    return PhaseLogs(directory, resume_step, trackers=trackers)
 
 
 def write(directory, resume_step, *records, name="metrics"):
