@@ -195,18 +195,16 @@ class _HeadsOfLayer:
             missing = jnp.full((B, H), jnp.nan)
             return *[missing] * 4, jnp.full((B, H, 2 * AROUND), jnp.nan)
         at, source, needle = asked
+        places = {name: common[name] for name in ("x", "positions", "segments")}
+        of_all = view.query, view.key, {"cos": view.encoding.cos, "sin": view.encoding.sin}, places
+
+        def rows_of(b: int) -> jax.Array:
+            query, key, rotation, places = jax.tree.map(lambda x: x[b : b + 1] if len(x) == B else x, of_all)
+            encoding = view.encoding._replace(**rotation)
+            return attention_rows(query, key, encoding, rows=at[b], window=view.window, **places)
+
         # Each sequence has queries of its own; a batch has one sequence for each device.
-        rows = [
-            attention_rows(
-                view.query[b : b + 1],
-                view.key[b : b + 1],
-                view.encoding,
-                rows=at[b],
-                **{**common, "x": view.normed[b : b + 1]},
-            )
-            for b in range(B)
-        ]
-        rows = jnp.concatenate(rows)  # [B, H, Q, T]
+        rows = jnp.concatenate([rows_of(b) for b in range(B)])  # [B, H, Q, T]
         index = jnp.arange(self.padded)
         on_source = jnp.take_along_axis(rows, source[:, None, :, None], axis=-1)[..., 0].mean(-1)
         within = (index >= needle[..., :1]) & (index < needle[..., 1:])  # [B, Q, T]

@@ -47,12 +47,17 @@ class Case(NamedTuple):
     segments: np.ndarray
 
 
-# A second or two to compile each structure. With questions about needles at 261 tokens.
+# A second or two to compile each structure.
 BOTH = [
     pytest.param((97, (LAYERS[5],)), id="packed, 97 tokens"),
     pytest.param((97, LAYERS), id="packed, 97 tokens, all layers", marks=pytest.mark.slow),
     pytest.param((LONG, LAYERS), id="261 tokens", marks=pytest.mark.slow),
 ]
+
+
+def questions(T: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of each of two sequences, the positions of two queries, and of the tokens that answer them."""
+    return np.array([[T - 2, T - 1], [70, 80]]), np.array([[30, T - 4], [3, 69]])
 
 
 @pytest.fixture(scope="module", params=BOTH)
@@ -61,13 +66,11 @@ def case(request) -> Case:
     lm, ids = dense.language_model(layers), dense.tokens(T)
     places = {}
     segments, positions = np.ones((2, T), np.int32), np.broadcast_to(np.arange(T), (2, T)).astype(np.int32)
-    asked = None
-    if T == LONG:
-        at, source = np.array([[T - 2, T - 1], [70, 200]]), np.array([[30, 31], [3, 40]])
-        asked = at, source, np.stack([source - 1, source + 2], -1)
-    else:
+    if T != LONG:
         segments, positions = dense.packed(T)
         places = {"segments": segments, "positions": positions}
+    at, source = questions(T)
+    asked = at, source, np.stack([source - 1, source + 2], -1)
     found = lm.layer_pass(ids, Every(T), data=(*sampled_queries(T), asked), **places)
     views = lm.layer_pass(ids, _raw, **places)
     q, k, v = (np.stack([np.asarray(view[n], np.float64) for view in views]) for n in range(3))
@@ -149,10 +152,7 @@ def test_questions_find_their_needle_by_all_weights(case):
     T = case.positions.shape[1]
     for n in range(len(case.layers)):
         found = Heads(*case.found[n][1])
-        if T != LONG:
-            assert np.isnan(found.on_source).all() and np.isnan(found.around).all()
-            continue
-        at, source = np.array([[T - 2, T - 1], [70, 200]]), np.array([[30, 31], [3, 40]])
+        at, source = questions(T)
         for b in range(2):
             rows = case.weights[n][b][:, at[b]]  # [H, Q, T]
             close(found.on_source[b], np.stack([rows[:, q, source[b, q]] for q in range(2)]).mean(0))
