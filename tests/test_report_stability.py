@@ -40,6 +40,13 @@ def test_an_event_is_marked_and_in_a_table(run):
     assert cells[-5:] == ["300", "rewound", "nan (2.25)", "7.5 (0.5)", "299"]
 
 
+def test_the_file_of_batches_left_out_is_named_where_there_is_one(run):
+    (event,) = [one for phase in run.phases for one in phase.events]
+    assert "spikes.jsonl" in str(event_table(run))
+    event["event"] = "warn"
+    assert "300" in str(event_table(run)) and "spikes.jsonl" not in str(event_table(run))
+
+
 def test_a_bar_for_each_start_is_as_long_as_its_parts(run):
     figure = ElementTree.fromstring(str(time_chart(run)))
     bars = [(rect.find("title").text, float(rect.get("x")), float(rect.get("width"))) for rect in figure.iter("rect")]

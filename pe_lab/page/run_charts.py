@@ -316,8 +316,10 @@ def event_table(run: RunFiles) -> Markup:
     head = ("Phase", "Step", "What was done", "Loss (mean before)", "Gradient norm (mean before)", "Batches")
     if not rows:
         return Markup("")
-    words = "What is in the batches that were left out is in spikes.jsonl of the phase."
     table = plain_table("Spikes, and losses that are not finite", head, rows[-100:], words=(head[0], head[2], head[5]))
+    if not any(event["event"] in ("skip", "rewind") for phase in run.phases for event in phase.events):
+        return table
+    words = "What is in the batches that were left out is in spikes.jsonl of the phase."
     return element("div", element("p", words, class_="soft"), table)
 
 
