@@ -178,6 +178,7 @@ def _kinds_within(kind: type) -> set[type]:
     return found
 
 
+@pytest.mark.slow
 def test_numbers_of_a_recipe_out_of_any_sense(place):
     lines = []
     for key, field in {**NUMERIC, **NEEDLES}.items():
@@ -423,6 +424,7 @@ def test_sources_that_cannot_be_read(place):
     check(lines, place)
 
 
+@pytest.mark.slow
 def test_configs_of_models_out_of_any_sense(tmp_path, monkeypatch):
     """`config.json` with 2^31 layers took all memory."""
     monkeypatch.chdir(tmp_path)

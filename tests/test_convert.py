@@ -223,6 +223,7 @@ def fake(tmp_path):
     return make
 
 
+@pytest.mark.slow
 def test_the_parity_check_passes_equal_logits(fake, tmp_path, capsys):
     for to, error in ((tmp_path / "ours", 0.0), (f"hf:{tmp_path / 'out'}", 1.5e-4)):
         assert main([f"--from={LLAMA}", f"--to={to}", fake(error), "--parity=require"]) == 0
@@ -337,6 +338,7 @@ def test_a_source_is_never_touched(tmp_path, capsys):
     assert {path.name: path.read_bytes() for path in theirs.iterdir()} == before
 
 
+@pytest.mark.slow
 def test_the_parity_check_skips_architectures_with_remote_code(fake, tmp_path, capsys):
     """DroPE's layout needs DroPE's own code, which is not installed; its checkpoints are imported nevertheless."""
     refuses = fake(then="raise ValueError('trust_remote_code')")

@@ -78,6 +78,7 @@ def test_documents_one_by_one(run, tmp_path, capsys):
     assert main(argv) == 0 and (tmp_path / "out" / "samples" / "documents.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_sliding_windows_score_the_same_text_with_more_context(run, tmp_path, capsys):
     argv = [f"--from={run / 'pretrain'}", "--suite=perplexity", "--lengths=16,64", "--tokens=512", f"--out={tmp_path}",
             "--variants=as-trained,cropped"]  # fmt: skip

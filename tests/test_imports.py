@@ -7,6 +7,7 @@ import each other, except for the pairs in SAME_LEVEL.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import os
 import re
@@ -99,13 +100,20 @@ def imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[ast.
                 yield node, node.args[0].value
 
 
+parsed = functools.cache(ast.parse)
+
+
+def is_type_checking(node: ast.If) -> bool:
+    return "TYPE_CHECKING" in (getattr(node.test, "id", ""), getattr(node.test, "attr", ""))
+
+
 def runs_on_import(tree: ast.Module) -> Iterator[ast.AST]:
     """The nodes that run when the module is imported: not the bodies of functions, not `if TYPE_CHECKING`."""
     waiting: list[ast.AST] = [tree]
     while waiting:
         node = waiting.pop()
         yield node
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+        if isinstance(node, ast.If) and is_type_checking(node):
             waiting += node.orelse
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             continue
@@ -128,7 +136,7 @@ def violations(path: str, source: str) -> list[str]:
     if package not in LEVEL:
         return [f"{path}: '{package}' is no package of pe_lab; use one, or decide where it stands in LEVELS"]
     found = []
-    tree = ast.parse(source)
+    tree = parsed(source)
     on_import = set(map(id, runs_on_import(tree)))
     for node, name in imports(tree, module, is_package):
         where = f"{path}:{node.lineno}"
@@ -183,7 +191,7 @@ def test_no_class_name_stands_twice() -> None:
     """Private ones too: a reader who looks for a name finds one thing."""
     defined: dict[str, list[str]] = {}
     for file in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(parsed(file.read_text())):
             if isinstance(node, ast.ClassDef):
                 defined.setdefault(node.name, []).append(f"{file.relative_to(ROOT)}:{node.lineno}")
     assert len(defined) > 300
@@ -200,11 +208,7 @@ def circles(modules: dict[str, tuple[ast.Module, bool]]) -> list[list[str]]:
     for module, (tree, is_package) in modules.items():
         tests = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
         typing = {
-            id(inner)
-            for node in tests
-            if ast.unparse(node.test).endswith("TYPE_CHECKING")
-            for part in node.body
-            for inner in ast.walk(part)
+            id(inner) for node in tests if is_type_checking(node) for part in node.body for inner in ast.walk(part)
         }
         found = [name for node, name in imports(tree, module, is_package) if id(node) not in typing]
         known = {name if name in modules else name.rpartition(".")[0] for name in found}
@@ -226,7 +230,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     for file in PACKAGE.rglob("*.py"):
         parts = file.relative_to(ROOT).with_suffix("").parts
         is_package = parts[-1] == "__init__"
-        modules[".".join(parts[:-1] if is_package else parts)] = (ast.parse(file.read_text()), is_package)
+        modules[".".join(parts[:-1] if is_package else parts)] = (parsed(file.read_text()), is_package)
     found = circles(modules)
     assert not found, "\n".join(", ".join(group) for group in found)
 
@@ -416,7 +420,7 @@ def test_attention_and_model_know_no_encoding_by_name() -> None:
     assert {"Rope", "Alibi", "T5Bias", "XSA"} <= kinds and len(kinds) > 20
     found = []
     for file in [*(PACKAGE / "attention").rglob("*.py"), *(PACKAGE / "model").rglob("*.py")]:
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(parsed(file.read_text())):
             names = [getattr(node, "id", ""), getattr(node, "attr", "")]
             if isinstance(node, ast.ImportFrom):
                 names += [one.name for one in node.names]

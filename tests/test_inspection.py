@@ -23,6 +23,7 @@ def lm():
     return dense.language_model()
 
 
+@pytest.mark.slow
 def test_attention_weights_are_those_of_float64(lm):
     q, k, _ = lm.queries_keys_values(TOKENS)
     positions, segments = np.broadcast_to(np.arange(T), (2, T)), np.ones((2, T), int)

@@ -340,6 +340,7 @@ def test_weights_that_do_not_fit(capsys):
 # -- compilers ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_compiles_for_virtual_cpus_the_step_that_trains(recipe, capsys, tmp_path):
     out = tmp_path / "plan.json"
     assert command.main([f"--config={recipe}", "--topology=cpu:8", f"--json={out}"]) == 0

@@ -182,6 +182,7 @@ def values(content: bytes) -> list[str]:
     return [json.dumps(json.loads(line), sort_keys=True) for line in lines if line.strip()]
 
 
+@pytest.mark.slow
 def test_a_bit_of_the_files_of_a_run_is_found(copy, tmp_path):
     """A flip is found, or changes no value: 30 flips of each file."""
     write_run(copy, tiny(tmp_path / "recipe"), "command", {})

@@ -201,6 +201,7 @@ def test_cells_that_choose_the_same_heads_are_one_model(run, tmp_path, capsys, c
     assert f"12 cells are {len(models)} different models" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_many_shot_learning_has_its_zero_shot_row(run, tmp_path, capsys, counts):
     lines = [{"problem": f"{n} + 1?", "solution": f"\\boxed{{{n + 1}}}", "answer": str(n + 1)} for n in range(12)]
     problems = tmp_path / "problems.jsonl"

@@ -206,6 +206,7 @@ def test_the_analysis_against_whole_passes(lm, tmp_path, monkeypatch):
     assert analysis.ANALYSIS.run(later).sentences == found.sentences and later.reused > 20
 
 
+@pytest.mark.slow
 def test_heads_one_at_a_time(lm, tmp_path):
     found = analysis.ANALYSIS.run(session(tmp_path, lm, "--by=head", "--layers=1", "--lengths=21"))
     assert found.numbers["loss"].shape == (2, 5, 4)  # 21 tokens, and those beyond the training length

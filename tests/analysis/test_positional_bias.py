@@ -148,11 +148,12 @@ PACKED = np.repeat([[1] * 90 + [2] + [3] * 170, [1] * 200 + [2] * 61], 1, axis=0
 PLACES = dict(segments=PACKED, positions=np.concatenate([[[*range(90), 0, *range(170)]], [[*range(200), *range(61)]]]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layers", "qk_norm", "length"),
     [
-        pytest.param(PLAIN, "none", T, id="five encodings", marks=pytest.mark.slow),
-        pytest.param(SPLIT, "head", LONG, id="packed, per query head", marks=pytest.mark.slow),
+        pytest.param(PLAIN, "none", T, id="five encodings"),
+        pytest.param(SPLIT, "head", LONG, id="packed, per query head"),
         pytest.param(PLAIN[:1], "flat", T, id="flat QK-norm"),
     ],
 )

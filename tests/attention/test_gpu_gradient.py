@@ -99,7 +99,8 @@ def test_any_head_dim(head_dim, dtype):
     check(Case(T=70, H=2, G=2, K=head_dim, dtype=dtype, slopes=True, distance_bias=50, key_bias=1))
 
 
-@pytest.mark.parametrize("heads", [pytest.param((3, 1), marks=pytest.mark.slow), (4, 2)])
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [(3, 1), (4, 2)])
 def test_everything_at_once_in_16_bits(heads):
     H, G = heads
     everything = dict(used=(300, 170), window=100, slopes=True, positions=True, segments=True)

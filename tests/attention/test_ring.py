@@ -85,8 +85,7 @@ def on_one_device(q, k, v, case):
 
 
 ALL = "alibi, window, documents"
-QUICK = ("documents",)
-SIZES = [(name, 4) if name in QUICK else pytest.param(name, 4, marks=pytest.mark.slow) for name in CASES]
+SIZES = [pytest.param(name, 4, marks=pytest.mark.slow) for name in CASES]
 SIZES += [(ALL, 2), pytest.param(ALL, 8, marks=pytest.mark.slow)]
 
 

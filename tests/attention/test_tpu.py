@@ -83,7 +83,8 @@ def test_whole_blocks_begin_and_end_where_all_queries_see_all_keys(more):
     check(Case(B=130, T=2, S=300, start=(290,) * 130, used=tuple(range(125, 255)), **more), cut=cut)
 
 
-@pytest.mark.parametrize("T", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("T", [1, 3])
 def test_decoding_against_a_long_cache(T):
     """Rows of different lengths; keys beyond each length are NaN."""
     case = Case(B=3, T=T, S=1500, H=6, G=2, K=64, start=(1400, 5, 700), used=(1400 + T, 5 + T, 700 + T))
@@ -133,6 +134,7 @@ def test_all_rows_may_share_the_start_and_the_number_of_used_keys():
     check(Case(B=3, T=5, S=40, start=(30,), used=(33,)))
 
 
+@pytest.mark.slow
 def test_parts_merge_to_the_whole_and_empty_parts_stay_empty():
     asked = request(Case(T=100, H=2, G=2, K=32), garbage=False)
     halves = []

@@ -76,7 +76,7 @@ def _case(names: tuple[str, ...], **changes) -> Case:
     [
         *(line if line in FAST else pytest.param(line, marks=pytest.mark.slow) for line in TOGETHER),
         *(pytest.param((name,), marks=pytest.mark.slow) for name in FEATURES),
-        ("slopes", "distance bias", "key bias"),
+        pytest.param(("slopes", "distance bias", "key bias"), marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )

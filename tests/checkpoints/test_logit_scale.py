@@ -30,6 +30,7 @@ def phase(tmp_path):
     return tmp_path / "run" / "recalibrate"
 
 
+@pytest.mark.slow
 def test_what_was_fitted_is_found_by_the_checkpoint_it_was_fitted_for(phase):
     checkpoint = open_checkpoint(phase)
     assert read_logit_scale(checkpoint) is None

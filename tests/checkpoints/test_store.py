@@ -420,6 +420,7 @@ def test_what_a_killed_save_or_deletion_leaves_is_removed(tmp_path):
     assert Store(store.directory).steps() == [5] and len(list(store.directory.iterdir())) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [Layout("interleaved"), Layout("half", rotated=4), Layout("interleaved", rotated=4)])
 def test_a_checkpoint_of_another_layout_opens_in_ours(run, tmp_path, layout):
     """Weights as their makers pair them; who opens them finds them as pe_lab pairs, with the same logits."""

@@ -132,6 +132,7 @@ def test_beta_is_fitted_on_text_that_is_not_scored(whole):
             assert [r["beta"] for r in used] == [row["beta"]]
 
 
+@pytest.mark.slow
 def test_a_scale_is_fitted_for_a_model_that_rotates_if_it_is_named(data, tmp_path, whole):
     """0.3 s. A whole evaluation fits the dropped model's alone."""
     assert {row["model"] for row in pick(whole[1], "beta")} == {"DroPE"}
@@ -155,6 +156,7 @@ def test_the_papers_scale_is_a_constant_that_nothing_is_fitted_for(data, tmp_pat
     assert row["nll"] != plain["nll"]
 
 
+@pytest.mark.slow
 def test_a_model_dropped_after_an_external_pretraining_has_its_own_scale(data, tmp_path):
     """A record with the coefficient of models trained from scratch, as was written before, is measured again."""
     lineage = ("converted from hf:SmolLM-360M", tiny.DROPPED)

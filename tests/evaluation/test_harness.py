@@ -111,9 +111,10 @@ def untimed(path: Path) -> list[str]:
 # Interrupted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "error"), [
     (CHOICES, KeyboardInterrupt),
-    *(pytest.param(name, RuntimeError, marks=pytest.mark.slow) for name in (QUESTIONS, PASSAGES, "local_group")),
+    *((name, RuntimeError) for name in (QUESTIONS, PASSAGES, "local_group")),
 ])  # fmt: skip
 def test_a_task_that_was_interrupted_goes_on_where_it_was(name, error, tasks, tmp_path, small_batches, counted, capsys):
     with counted() as undisturbed:

@@ -73,6 +73,7 @@ def test_the_records_are_those_of_a_checkpoint_and_the_second_call_compiles_noth
     assert made[0][0]["nll"] != made[1][0]["nll"]
 
 
+@pytest.mark.slow
 def test_parameters_on_the_mesh_of_a_run_stay_there(data, tmp_path, compiled):
     """Sharded over fsdp and tensor, as training has them: no device gets all of them."""
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2), jax.devices()[:8])

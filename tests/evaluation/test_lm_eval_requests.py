@@ -153,6 +153,7 @@ def test_a_generated_text_is_decoded_by_itself_and_drawn_for_itself(drops, monke
     assert len({seed for _, seed, _ in asked}) == 5  # a row draws by its number in the batch and the seed
 
 
+@pytest.mark.slow
 def test_what_is_drawn_does_not_depend_on_the_batch():
     drawn = {"max_gen_toks": 6, "do_sample": True, "temperature": 2.0}
     asked = [request(text, drawn) for text in ("one", "much longer than the others", "a third", "one")]

@@ -83,7 +83,7 @@ def logits_of(hidden, T: int) -> np.ndarray:
     return np.asarray(hidden @ model.unembedding(params).T)
 
 
-@cases("yarn")
+@cases()
 def test_in_blocks(kind, T):
     model, params, tokens = setting(T)
     model = Model(config_of(T, attention="chunked"))

@@ -149,6 +149,7 @@ def lowered_at(config: ModelConfig, description, shape: tuple[int, int], devices
     return step.lower(state, batch, schedule_of(config, description))
 
 
+@pytest.mark.slow
 def test_a_rotation_holds_one_array_of_queries_and_one_of_keys():
     """On a CPU, in float32: forward and backward together, nothing beyond what the rotation itself returns."""
     config = dataclasses.replace(TINY, layers=2, head_dim=16, scan=False, qk_norm="head")

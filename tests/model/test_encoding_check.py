@@ -164,6 +164,7 @@ def test_a_parameter_without_a_gradient_is_found():
     assert found.fails and found.detail == "a gradient of zero of 'factor'"
 
 
+@pytest.mark.slow
 def test_a_failed_check_is_status_1(tmp_path, monkeypatch, capsys):
     """3 s, with one check."""
     monkeypatch.setattr(encoding_check, "CHECKS", (learned,))
@@ -188,6 +189,7 @@ def test_a_temperature_by_thousands_is_not_relative():
     assert found.claimed and found.found is False and found.fails
 
 
+@pytest.mark.slow
 def test_a_sharded_pass_is_compared_with_one_device():
     """4 s. Alone, as the first of the checks: nothing is compiled yet."""
     assert context_parallel(TinyModel(layers("key_before", 1)[0], ONE_LAYER)).fails

@@ -223,7 +223,8 @@ STRUCTURES = {
 }
 
 
-@pytest.mark.parametrize("name", marked(STRUCTURES, set(STRUCTURES) - {"noise"}))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STRUCTURES)
 def test_structures_of_their_own(name, seen):
     assert_equals_full_passes(seen, TINY, schedules_of(TINY, STRUCTURES[name]), prompts_of(TINY, 24), 12)
 
@@ -327,6 +328,7 @@ def test_a_prompt_in_chunks_is_the_prompt_at_once(seen):
     assert_equals_full_passes(seen, TINY, schedules, prompts_of(TINY, 600), 3)
 
 
+@pytest.mark.slow
 def test_one_compilation_per_bucket(seen):
     made = Decoder(SHALLOW)
     weights = made.prepare(parameters(SHALLOW))

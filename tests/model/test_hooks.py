@@ -114,10 +114,8 @@ def test_chunked_and_scanned_equal_the_reference(name):
     assert_close(found, loss_and_gradient(reference, schedule, params))
 
 
-# The fast one has every hook.
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "a function of rows")) for n in SETS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SETS)
 def test_chunks_against_a_cache_equal_one_pass(name):
     model, schedule, params = model_of(SETS[name])
     targets = np.roll(np.asarray(TOKENS), -1, 1)

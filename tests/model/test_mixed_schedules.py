@@ -149,15 +149,8 @@ MIXED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("attention", "scan"),
-    [
-        pytest.param("reference", False, marks=pytest.mark.slow),
-        pytest.param("dense", True, marks=pytest.mark.slow),
-        ("chunked", True),
-    ],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("attention", "scan"), [("reference", False), ("dense", True), ("chunked", True)], ids=str)
 def test_every_layer_another_scheme_and_heads_that_differ(attention, scan):
     chunk = 7 if attention == "chunked" else 64
     model = Model(ModelConfig(layers=len(MIXED), scan=scan, attention=attention, attention_chunk=chunk, **SHAPE))

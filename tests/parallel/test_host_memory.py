@@ -28,6 +28,7 @@ def faults(keep: bool) -> int:
     return int(run.stdout)
 
 
+@pytest.mark.slow
 def test_kept_memory_is_not_mapped_again():
     assert faults(keep=True) * 10 < faults(keep=False)
 

@@ -220,16 +220,12 @@ def test_loss_and_gradients_do_not_depend_on_the_mesh(mesh, chunks, alone):
     assert gathered_logits(same_on(mesh, arguments(Model(config)), alone, config)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
         dict(qk_norm="flat", norm="rms_plus_one", activation="gelu_tanh", scale_embeddings=True),
-        pytest.param(
-            dict(
-                norm="layer", gated_mlp=False, parallel_block=True, attention_bias=True, output_bias=True, mlp_bias=True
-            ),
-            marks=pytest.mark.slow,
-        ),
+        dict(norm="layer", gated_mlp=False, parallel_block=True, attention_bias=True, output_bias=True, mlp_bias=True),
     ],
     ids=["flat QK-norm", "parallel block"],
 )

@@ -44,7 +44,7 @@ def plain(params):
 @pytest.mark.parametrize(
     ("gate", "layer"),
     [
-        (1.0, Layer(Rope(base=100.0))),
+        pytest.param(1.0, Layer(Rope(base=100.0)), marks=pytest.mark.slow),
         (0.0, Layer(NoPE())),
         ([1.0, 0.0], Layer(Rope(base=100.0), heads=(HeadEdit((1,), NoPE()),))),
     ],

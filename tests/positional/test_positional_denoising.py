@@ -219,6 +219,7 @@ def noisy(encoding, q, k, heads=(1, 4), at=AT):
     return tuple(np.asarray(x, np.float64) for x in found)
 
 
+@pytest.mark.slow
 def test_noise_is_gaussian_independent_and_as_large_as_the_kept_heads():
     """Its variance is that of the kept heads' components, per token, of queries and of keys."""
     size = np.linspace(0.5, 4, T)[None, :, None, None]  # a token's own
@@ -267,6 +268,7 @@ def test_the_appendix_has_one_seed_and_a_fixed_sigma():
             Gaussian(7, sigma)
 
 
+@pytest.mark.slow
 def test_hooks_act_on_keys_that_earlier_ones_made_of_every_query_head():
     """Noise on a part of a group, and then a rotation of all keys: the same as in the other order, head by head."""
     q, k = drawn(1), drawn(2, heads=G)

@@ -50,6 +50,7 @@ def trained(steps=3, mesh=MeshConfig(), accumulate=1, devices=1, **changes):  # 
     return np.array(found)
 
 
+@pytest.mark.slow
 def test_losses_and_metrics_are_those_of_one_device_on_a_mesh_under_remat_and_in_micro_batches():
     """A sum over layers of losses, a mean of metrics; both over the whole batch."""
     one = trained(accumulate=2)

@@ -115,6 +115,7 @@ def test_a_phase_without_a_readable_checkpoint_names_the_directory_to_delete(con
         train(config, copy)
 
 
+@pytest.mark.slow
 def test_the_damaged_end_of_a_complete_run_is_trained_again(config, copy, whole, capsys):
     flip(copy / "recalibrate" / "checkpoints" / "6")
     train(config, copy)

@@ -68,6 +68,7 @@ def test_what_is_interrupted_before_a_step_is_an_ordinary_interruption(tmp_path,
     assert not list((tmp_path / "run/pretrain/checkpoints").iterdir())
 
 
+@pytest.mark.slow
 def test_a_config_may_be_an_object(tmp_path):
     """A `Config`, and what `get_config` of a recipe returns; overrides are values or texts."""
     config = tiny(tmp_path / "recipe", phases__0__steps=4, phases__1__steps=4)

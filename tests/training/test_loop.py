@@ -60,6 +60,7 @@ def test_the_log_of_a_run(whole):
     assert second[0]["validation_loss"] != first[-1]["validation_loss"]
 
 
+@pytest.mark.slow
 def test_learned_values_of_encodings_are_logged_by_layer_where_the_loss_is_validated(tmp_path, capsys):
     """A run of 4 steps: 4 s."""
     positional = "['rope/with=t5', 'rope/with=t5/with=ssmax']"
@@ -80,6 +81,7 @@ def test_learned_values_of_encodings_are_logged_by_layer_where_the_loss_is_valid
     assert "t5.table" in out and "ssmax.scale" in out  # `describe`, at the start
 
 
+@pytest.mark.slow
 def test_another_evaluator_runs_in_the_loop_and_is_logged(tmp_path, monkeypatch):
     made = loop._programs
 
@@ -189,6 +191,7 @@ def test_a_run_that_died_before_it_marked_the_phase_complete_marks_it_later(conf
     assert json.loads(path.read_text())["status"] == "complete"
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_the_same_command_goes_on(config, whole, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         at_step(patch, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
@@ -234,6 +237,7 @@ def test_data_that_changed_between_two_phases_is_refused(copy, tmp_path):
         train(other, copy)
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_no_number_stops_the_run(tmp_path):
     config = tiny(
         tmp_path / "recipe",

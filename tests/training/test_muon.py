@@ -67,21 +67,15 @@ def by_hand(name: str, x: np.ndarray, config: MuonConfig) -> np.ndarray:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [
-        pytest.param(EXACT, id="default"),
-        pytest.param(
-            dataclasses.replace(EXACT, per_head=False, scale="spectral", newton_schulz="jordan", nesterov=False),
-            id="jordan",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            dataclasses.replace(EXACT, cautious_decay=True, newton_schulz_steps=7, momentum_warmup_steps=0),
-            id="cautious",
-            marks=pytest.mark.slow,
-        ),
+        EXACT,
+        dataclasses.replace(EXACT, per_head=False, scale="spectral", newton_schulz="jordan", nesterov=False),
+        dataclasses.replace(EXACT, cautious_decay=True, newton_schulz_steps=7, momentum_warmup_steps=0),
     ],
+    ids=["default", "jordan", "cautious"],
 )
 def test_three_steps_are_those_of_the_papers(config):
     """Jordan et al. 2024 and arXiv:2502.16982, in float64; AdamW has what is no matrix of a layer."""

@@ -151,6 +151,7 @@ def test_a_step_that_is_not_skipped_is_that_of_no_policy_and_a_skipped_one_chang
     assert len(changed) == 2 and ".step" in changed and all(before[path].shape == () for path in changed)
 
 
+@pytest.mark.slow
 def test_a_step_that_may_skip_overwrites_the_moments_without_copying_them():
     step, state = compiled(StabilityConfig(on_nonfinite="skip", on_spike="skip", spike_sigma=6.0, window=8))
     schedule = build_schedule(layers(Rope(), 2), 2, 2, 8)

@@ -222,7 +222,7 @@ def test_prefix_spread_against_its_definition():
     assert drope_models.prefix_spread(tiny) == pytest.approx(1e-9 * spread, rel=1e-5)
 
 
-@pytest.mark.parametrize("encoding", [NoPE(), Rope()])
+@pytest.mark.parametrize("encoding", [pytest.param(NoPE(), marks=pytest.mark.slow), Rope()])
 def test_gradients_of_the_bias_by_the_papers_formula(encoding):
     """Appendix B.3: dA/dW_Q = sum_ij g_ij k_j h_i^T / sqrt(d_k), g_ij = alpha_ij (c_ij - sum_p alpha_ip c_ip) / T."""
     params, c = drope_models.initial_parameters(0), drope_models.patterns()
