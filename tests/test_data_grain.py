@@ -15,6 +15,7 @@ from pe_lab.data.held_out import validation_batches
 from pe_lab.data.pipeline import build_pipeline
 from pe_lab.data.tokenizers import load_tokenizer
 from pe_lab.errors import UserError
+from pe_lab.training.plan import vocabulary
 
 LENGTH, BATCH, ELEMENTS = 16, 12, 100
 FILE = """
@@ -206,6 +207,8 @@ def test_ids_without_a_tokenizer(file):
     assert numbers(take(build(config, vocab_size=190), 2))
     with pytest.raises(UserError, match="does not tell how many ids there are: set model.vocab_size"):
         build(config)
+    with pytest.raises(UserError, match="data.tokenizer is 'none': set config.model.vocab_size"):
+        vocabulary(Config(data=config), 0)
     with pytest.raises(UserError, match="data.tokenizer='none' is for Grain datasets alone"):
         build(replace(config, sources=(SourceConfig("needles"),)), vocab_size=190)
     with pytest.raises(UserError, match="has no segments. Give them, or set data.segments=False"):

@@ -182,6 +182,10 @@ def plan_phases(config: Config, given: Mapping[int, Sequence[Layer]] | None = No
 def vocabulary(config: Config, needed: int) -> int:
     """The size of the model's vocabulary: the config's, or else `needed`, rounded up to a multiple of 128."""
     given = config.model.vocab_size
+    if given == needed == 0:
+        raise ConfigError(
+            "The size of the vocabulary is not known, since data.tokenizer is 'none': set config.model.vocab_size."
+        )
     if given == 0:
         return -(-needed // 128) * 128
     if given < needed:
