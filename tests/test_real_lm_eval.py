@@ -61,7 +61,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[pe_lab.L
     """By name, as we read it, and the directory that transformers reads."""
     scratch = tmp_path_factory.mktemp("models")
     gguf, exported, llama = f"gguf:{smollm2_gguf()}", scratch / "smollm2", scratch / "llama"
-    command = [sys.executable, "-m", "pe_lab.convert", f"--from={gguf}", f"--to=hf:{exported}", "--gate=off"]
+    command = [sys.executable, "-m", "pe_lab.convert", f"--from={gguf}", f"--to=hf:{exported}", "--parity=off"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     shutil.copytree(ROOT / "tests" / "data" / "hf" / "llama", llama)
