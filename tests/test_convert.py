@@ -244,6 +244,7 @@ def test_the_parity_check_removes_a_result_that_differs(fake, tmp_path, capsys):
     assert listing(tmp_path) == ["fake"]
 
 
+@pytest.mark.slow
 def test_the_parity_check_covers_positions_beyond_the_training_length(fake, tmp_path, capsys):
     """A wrong scaling leaves 64 consecutive tokens nearly as they are."""
     assert main([f"--from={LLAMA}", f"--to=hf:{tmp_path / 'out'}", fake(1e-2, at=1)]) == 2

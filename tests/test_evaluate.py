@@ -157,6 +157,7 @@ def test_a_child_of_surgery_keeps_its_own_rows(run, tmp_path, capsys):
     assert os.listdir(tmp_path / "elsewhere") == ["needles.jsonl"]
 
 
+@pytest.mark.slow
 def test_text_files_of_ones_own_are_measured_whole(run, tmp_path, capsys):
     texts = [(f"{n}. The ship sailed on, and nobody asked where to. " * 20)[: 900 + n] for n in range(3)]
     for n, text in enumerate(texts):

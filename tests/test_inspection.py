@@ -56,6 +56,7 @@ def test_hidden_states_are_the_inputs_of_layers(lm):
     np.testing.assert_array_equal(lm.hidden_states(TOKENS, layers=[3, 1]), hidden[[1, 3]])
 
 
+@pytest.mark.slow
 def test_queries_keys_and_values_with_and_without_their_encoding(lm):
     plain, rotated = lm.queries_keys_values(TOKENS), lm.queries_keys_values(TOKENS, rotated=True)
     assert plain.query.shape == (6, 2, T, 4, 8) and plain.key.shape == plain.value.shape == (6, 2, T, 2, 8)

@@ -261,6 +261,7 @@ def test_the_slice_can_be_named_by_the_environment() -> None:
     assert launch("--dry-run", "--", *PROGRAM, **options).stdout == launch(*SLICE, "--dry-run", "--", *PROGRAM).stdout
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="runs the commands of a TPU host, which is Linux")
 def test_a_run_survives_its_shell_and_saves_when_stopped(tmp_path: Path) -> None:
     """Runs the commands of the hosts here, in a temporary home: start, busy, follow, stop, status."""

@@ -85,6 +85,7 @@ def test_estimate_of_the_state_is_its_size():
     assert _plan(**{"data.segments": "True"}).phases[0].memory.batch == 5 * 4 * 4 * 1024
 
 
+@pytest.mark.slow
 def test_muon_has_one_moment_of_its_matrices_and_its_iteration_is_counted(capsys):
     adamw, muon = _plan().phases[0], _plan(**{"phases.0.optimizer.name": "muon"}).phases[0]
     matrices = 24 * (2 * 896 * 896 + 2 * 896 * 128 + 3 * 896 * 4864)

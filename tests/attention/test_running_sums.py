@@ -69,6 +69,7 @@ def test_a_sum_has_the_large_terms_of_a_plain_one(term):
         np.testing.assert_allclose(total[:, 0], plain[:, at], rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("term", [np.nan, np.inf, -np.inf])
 def test_an_angle_that_is_not_finite_is_nan_at_its_token(term):
     terms = np.ones((1, 6, 1), np.float32)

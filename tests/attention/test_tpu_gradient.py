@@ -104,6 +104,7 @@ def test_all_rows_may_share_the_start_and_the_number_of_used_keys():
     check(Case(B=3, T=5, S=40, start=(30,), used=(33,)))
 
 
+@pytest.mark.slow
 def test_a_whole_sequence_has_biases_by_distance_of_blocks_on_and_under_the_diagonal():
     check(Case(T=300, distance_bias=200, K=128), block=128)
 

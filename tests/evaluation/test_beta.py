@@ -24,6 +24,7 @@ def test_the_scale_stays_1_where_nothing_is_better():
     assert fit.beta == 1 and fit.nll_after == fit.nll_before == 0
 
 
+@pytest.mark.slow
 def test_the_fit_is_the_best_of_a_fine_grid_on_a_model():
     """Targets drawn from a model whose logits are scaled by 1.5: no other scale predicts them better."""
     described = layers(NoPE(), tiny.MODEL.layers)

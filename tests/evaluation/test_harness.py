@@ -137,6 +137,7 @@ def test_a_task_that_was_interrupted_goes_on_where_it_was(name, error, tasks, tm
     assert sorted(untimed(kept)) == sorted(untimed(same)) and kept.name == same.name
 
 
+@pytest.mark.slow
 def test_a_batch_that_was_begun_is_answered_whole(tasks, tmp_path, small_batches, counted):
     with counted() as undisturbed:
         run(tasks, [CHOICES], tmp_path)

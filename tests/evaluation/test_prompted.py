@@ -150,6 +150,7 @@ def test_the_model_itself_answers_as_generate_does(tmp_path, counts, capsys):
     assert "tokens/s" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_encodings_that_follow_the_length_are_fixed_at_the_one_that_is_asked_for(tmp_path):
     lm = model(Rope(scaling=DynamicNTK(original_length=tiny.LENGTH)))
     (variant,) = variants(lm)

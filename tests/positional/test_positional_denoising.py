@@ -235,6 +235,7 @@ def test_noise_is_gaussian_independent_and_as_large_as_the_kept_heads():
     assert abs(np.corrcoef(found[0][:, :, 1].ravel(), found[1][:, :, 1].ravel())[0, 1]) < 0.03
 
 
+@pytest.mark.slow
 def test_noise_is_a_function_of_seed_head_and_position():
     """So a cached decode equals a full pass, and packed documents are independent."""
     q, k = drawn(1), drawn(2, heads=G)

@@ -204,6 +204,7 @@ def test_a_fraction_of_zero_is_nope_for_the_compiled_program_too():
     at=st.lists(POSITION, min_size=12, max_size=12),
     dtype=st.sampled_from([jnp.float32, jnp.bfloat16]),
 )
+@pytest.mark.slow
 def test_frequency_zero_is_no_rotation_bit_for_bit_whatever_the_other_pairs_do(inv_freq, at, dtype):
     x = jnp.asarray(np.random.default_rng(3).standard_normal((2, 6, 3, 32)), dtype)
     inv_freq = np.array(inv_freq)

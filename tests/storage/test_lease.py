@@ -89,6 +89,7 @@ def in_a_container(tmp_path):
         process.communicate()
 
 
+@pytest.mark.slow
 def test_the_lease_of_another_container_with_this_hosts_name_is_taken_when_it_is_not_renewed(
     tmp_path, monkeypatch, in_a_container
 ):

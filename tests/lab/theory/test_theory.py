@@ -151,6 +151,7 @@ def test_a_key_is_found_at_its_distance(seed, distance):
     assert logits.argmax() == 20 and logits[20] == pytest.approx(query @ query)
 
 
+@pytest.mark.slow
 def test_logits_are_those_of_pe_labs_rotation():
     rng, at = np.random.default_rng(0), np.array([0, 1, 5, 900])
     q, k = rng.standard_normal((2, HEAD_DIM))
@@ -222,7 +223,8 @@ def test_prefix_spread_against_its_definition():
     assert drope_models.prefix_spread(tiny) == pytest.approx(1e-9 * spread, rel=1e-5)
 
 
-@pytest.mark.parametrize("encoding", [pytest.param(NoPE(), marks=pytest.mark.slow), Rope()])
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", [NoPE(), Rope()])
 def test_gradients_of_the_bias_by_the_papers_formula(encoding):
     """Appendix B.3: dA/dW_Q = sum_ij g_ij k_j h_i^T / sqrt(d_k), g_ij = alpha_ij (c_ij - sum_p alpha_ip c_ip) / T."""
     params, c = drope_models.initial_parameters(0), drope_models.patterns()
