@@ -65,7 +65,7 @@ def found(path: str, text: str) -> list[str]:
     applied = [
         (pattern, word)
         for pattern, word, only, but in WORDS
-        if re.search(only, path) and not (but and re.search(but, path)) and re.search(pattern, text)
+        if re.search(only, path) and not (but and re.search(but, path))
     ]
     return [
         f"{path}:{number}: '{match.group()}' -> {word}: {line.strip()[:90]}"

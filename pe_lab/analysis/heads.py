@@ -196,12 +196,13 @@ class _HeadsOfLayer:
             return *[missing] * 4, jnp.full((B, H, 2 * AROUND), jnp.nan)
         at, source, needle = asked
         places = {name: common[name] for name in ("x", "positions", "segments")}
-        of_all = view.query, view.key, {"cos": view.encoding.cos, "sin": view.encoding.sin}, places
+        batch = view.query, view.key, {"cos": view.encoding.cos, "sin": view.encoding.sin}, places
 
         def rows_of(b: int) -> jax.Array:
-            query, key, rotation, places = jax.tree.map(lambda x: x[b : b + 1] if len(x) == B else x, of_all)
+            # What all sequences share has a first axis of 1.
+            query, key, rotation, own = jax.tree.map(lambda x: x[b : b + 1] if len(x) == B else x, batch)
             encoding = view.encoding._replace(**rotation)
-            return attention_rows(query, key, encoding, rows=at[b], window=view.window, **places)
+            return attention_rows(query, key, encoding, rows=at[b], window=view.window, **own)
 
         # Each sequence has queries of its own; a batch has one sequence for each device.
         rows = jnp.concatenate([rows_of(b) for b in range(B)])  # [B, H, Q, T]

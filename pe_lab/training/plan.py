@@ -180,7 +180,11 @@ def plan_phases(config: Config, given: Mapping[int, Sequence[Layer]] | None = No
 
 
 def vocabulary(config: Config, needed: int) -> int:
-    """The size of the model's vocabulary: the config's, or else `needed`, rounded up to a multiple of 128."""
+    """The size of the model's vocabulary: the config's, or else `needed`, rounded up to a multiple of 128.
+
+    Raises:
+      ConfigError: the config's is smaller than `needed`, or neither is known (0).
+    """
     given = config.model.vocab_size
     if given == needed == 0:
         raise ConfigError(

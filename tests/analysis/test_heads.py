@@ -218,8 +218,10 @@ def _view(query, key):
 def test_padding_does_not_count():
     lm, ids = dense.language_model((Layer(Rope(100.0)),)), dense.tokens(97)
     padded = np.pad(ids[:, :80], ((0, 0), (0, 17)), mode="edge")
-    for a, b in zip(heads.measure(lm, padded, length=80), heads.measure(lm, ids[:, :80]), strict=True):
+    found = heads.measure(lm, padded, length=80)
+    for a, b in zip(found, heads.measure(lm, ids[:, :80]), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
+    assert np.isnan(found.on_source).all() and np.isnan(found.around).all()  # no questions were asked
 
 
 def test_sampled_queries_stand_for_all():

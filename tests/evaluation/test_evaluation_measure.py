@@ -134,7 +134,7 @@ def test_beta_is_fitted_on_text_that_is_not_scored(whole):
 
 @pytest.mark.slow
 def test_a_scale_is_fitted_for_a_model_that_rotates_if_it_is_named(data, tmp_path, whole):
-    """0.3 s. A whole evaluation fits the dropped model's alone."""
+    """1 s. A whole evaluation fits the dropped model's alone."""
     assert {row["model"] for row in pick(whole[1], "beta")} == {"DroPE"}
     done = evaluation(data, tmp_path, subjects(data), suites=("beta",), lengths=(16, 32))
     fits = {row["model"]: row for row in done.run()}
