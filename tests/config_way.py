@@ -69,7 +69,7 @@ def _carries(value: Any) -> bool:
 
 
 def way(argv: list[str]) -> Way:
-    """The way of the config of a command line of `pe_lab.train`."""
+    """The way of the config of a command line of `pe_lab.train`, which exits here if it ends before the first step."""
     from pe_lab.training import loop
 
     compile_train_step, found = loop.compile_train_step, Way()
@@ -86,7 +86,7 @@ def way(argv: list[str]) -> Way:
     loop.compile_train_step = compiled
     sys.setprofile(found.see)
     try:
-        main(argv)
+        sys.exit(main(argv))
     except _FirstStep:
         pass
     finally:
