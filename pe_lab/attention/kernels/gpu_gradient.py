@@ -33,10 +33,16 @@ from pe_lab.attention.kernels.gpu import (
     filled,
     ignore_triton_deprecation,
     iota,
-    key_sections,
     load,
 )
-from pe_lab.attention.key_block import FLOOR, MASKED, AttentionInputs, KeyBlockGradients, check_block
+from pe_lab.attention.key_block import (
+    FLOOR,
+    MASKED,
+    AttentionInputs,
+    KeyBlockGradients,
+    check_block,
+    key_sections,
+)
 from pe_lab.errors import UnsupportedError
 
 UNSEEN = -MASKED  # the logsumexp of queries that see no key, and of queries beyond the last
