@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -115,3 +115,50 @@ def table_gradient(sums: Float[Array, "H extended"], t: int, s: int) -> Float[Ar
     """The gradient of the table, from that of its extension."""
     inner, beyond = sums[:, t + s : sums.shape[1] - (t + s)], sums[:, sums.shape[1] - (t + s) :]
     return inner.at[:, -1].add(beyond.sum(1))
+
+
+class Diagonals(NamedTuple):
+    """The diagonals of square blocks of logits whose sums are the gradient of a table by distance.
+
+    All blocks of diagonal n have the distances n * side + row - column.
+
+    Attributes:
+      side: of a block.
+      entries: of the table, but the last.
+      needed: entries that any query can need.
+      count: diagonals that are summed.
+      first: [1] the number of the first one.
+    """
+
+    side: int
+    entries: int
+    needed: int
+    count: int
+    first: Int[Array, " 1"]
+
+    def table(self, sums: Float[Array, "H count distances"]) -> Float[Array, "H entries"]:
+        """Entries of a table from the sums of each diagonal by row - column, from 1 - side to side - 1."""
+        side = self.side
+        sums = jnp.pad(sums, ((0, 0), (0, 0), (1, 0)))  # and of -side, which is 0
+        # The negative distances of a block are those of the block before.
+        total = sums[..., side:] + jnp.pad(sums[:, 1:, :side], ((0, 0), (0, 1), (0, 0)))
+        total = jnp.concatenate([sums[:, 0, :side], total.reshape(len(sums), -1)], axis=1)
+        every = max(self.count, -(-(self.needed - 1 + side) // side))
+        zeros = jnp.zeros((len(sums), (every + 1) * side), jnp.float32)
+        total = jax.lax.dynamic_update_slice(zeros, total, (0, self.first[0] * side))[:, side:]
+        total = total[:, : self.needed]
+        return jnp.pad(total, ((0, 0), (0, self.entries - self.needed)))
+
+
+def diagonals(
+    entries: int, queries: int, keys: int, side: int, window: int | None, start: Int[Array, "#B"] | None
+) -> Diagonals:
+    """The diagonals for a table of so many entries beside the last; `start` is the index of the first query."""
+    needed = entries if window is None else min(entries, window)
+    needed = min(needed, queries) if start is None else needed
+    count, first = -(-(needed - 1 + side) // side) if needed else 0, jnp.zeros(1, jnp.int32)
+    if start is not None and start.shape[0] == 1:
+        # All sequences have distances from start - keys + 1 to start + queries - 1.
+        every, count = count, min(count, -(-(keys + queries) // side) + 2)
+        first = jnp.clip((start.astype(jnp.int32) - keys) // side, 0, every - count)
+    return Diagonals(side, entries, needed, count, first)

@@ -297,25 +297,6 @@ def masked_logits(
     return jnp.where(visible(distance, inputs, used)[:, None, None], logits, MASKED)
 
 
-def key_sections(
-    first_query: jax.Array | int,
-    last_query: jax.Array | int,
-    used: jax.Array | int,
-    window: int | None,
-    size: int,
-) -> tuple[jax.Array | int, jax.Array | int, jax.Array, jax.Array]:
-    """The blocks of keys that queries see: the first one, the end, and between them a range that all queries see whole.
-
-    Returns:
-      begin, whole_from, whole_to, end. `whole_from` and `whole_to` are not limited to the range from begin to end.
-    """
-    before = lambda key: jax.lax.div(jnp.maximum(key, 0), size)  # noqa: E731
-    end = before(jnp.minimum(last_query + 1, used) + size - 1)
-    begin = 0 if window is None else jnp.minimum(before(first_query - window + 1), end)
-    whole_from = 0 if window is None else before(last_query - window + size)
-    return begin, whole_from, before(jnp.minimum(first_query + 1, used)), end
-
-
 def block_rotations(rotation: KeyRotation, blocks: int, size: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Cosine and sine at the start of each block of positions, gain included, and at each position within a block.
 

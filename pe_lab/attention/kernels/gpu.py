@@ -35,9 +35,9 @@ from pe_lab.attention.key_block import (
     PartialAttention,
     block_rotations,
     check_block,
-    key_sections,
     merge,
 )
+from pe_lab.attention.sections import key_sections
 
 LOG2_E = math.log2(math.e)
 

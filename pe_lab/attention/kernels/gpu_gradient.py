@@ -26,6 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
+from pe_lab.attention.bias import diagonals
 from pe_lab.attention.kernels.gpu import (
     LOG2_E,
     PROGRAMS,
@@ -35,14 +36,8 @@ from pe_lab.attention.kernels.gpu import (
     iota,
     load,
 )
-from pe_lab.attention.key_block import (
-    FLOOR,
-    MASKED,
-    AttentionInputs,
-    KeyBlockGradients,
-    check_block,
-    key_sections,
-)
+from pe_lab.attention.key_block import FLOOR, MASKED, AttentionInputs, KeyBlockGradients, check_block
+from pe_lab.attention.sections import key_sections
 from pe_lab.errors import UnsupportedError
 
 UNSEEN = -MASKED  # the logsumexp of queries that see no key, and of queries beyond the last
@@ -566,39 +561,19 @@ def _of_distances(
     """The gradients of all entries of a table [H, D] but the last."""
     query, key = tokens[:2]
     B, H, T, _ = query.shape
-    S, M, side = key.shape[2], H // key.shape[1], cut.rows
+    M, side = H // key.shape[1], cut.rows
     entries = inputs.distance_bias.shape[1] - 1
-    # The entries that any query can need.
-    needed = entries if inputs.window is None else min(entries, inputs.window)
-    needed = min(needed, T) if inputs.start is None else needed
-    if needed == 0:
-        return jnp.zeros((H, entries), jnp.float32)
-    # Blocks of diagonal n have the distances n * side + row - column.
-    every = diagonals = pl.cdiv(needed - 1 + side, side)
-    first = jnp.zeros(1, jnp.int32)
-    if inputs.start is not None and inputs.start.shape[0] == 1:
-        # All sequences have distances from start - S + 1 to start + T - 1.
-        diagonals = min(every, pl.cdiv(S + T, side) + 2)
-        first = jnp.clip((inputs.start.astype(jnp.int32) - S) // side, 0, every - diagonals)
-    splits = max(1, min(PROGRAMS // (B * H * diagonals), cut.row_blocks))
+    found = diagonals(entries, T, key.shape[2], side, inputs.window, inputs.start)
+    if found.count == 0:
+        return jnp.zeros((H, found.entries), jnp.float32)
+    splits = max(1, min(PROGRAMS // (B * H * found.count), cut.row_blocks))
     cut = replace(cut, splits=splits)
     arrays = _arrays(tokens, inputs, cut, 1, lambda n, p, h, b: (b, h, jax.lax.div(h, M)))
-    arrays["first"] = first, pl.BlockSpec((1,), lambda n, p, h, b: (0,))
+    arrays["first"] = found.first, pl.BlockSpec((1,), lambda n, p, h, b: (0,))
     block = pl.BlockSpec((None, None, None, None, side, side), lambda n, p, h, b: (b, p, h, n, 0, 0))
-    out = {"d_diagonal": ((B, splits, H, diagonals, side, side), block)}
-    blocks = run(distance_gradient, cut, (diagonals, splits, H, B), arrays, out)["d_diagonal"].sum((0, 1))
+    out = {"d_diagonal": ((B, splits, H, found.count, side, side), block)}
+    blocks = run(distance_gradient, cut, (found.count, splits, H, B), arrays, out)["d_diagonal"].sum((0, 1))
     # Columns in reverse have row + column equal on a diagonal, and rows of a width that is less by one move each row on
-    # by one place. The sums are of distances -side + 1 to side - 1 of each block.
-    skewed = jnp.pad(blocks[..., ::-1], ((0, 0),) * 3 + ((0, side),)).reshape(H, diagonals, -1)
-    sums = skewed[..., : side * (2 * side - 1)].reshape(H, diagonals, side, -1).sum(2)
-    sums = jnp.pad(sums, ((0, 0), (0, 0), (1, 0)))  # and of -side, which is 0
-    # The negative distances of a block are those of the block before.
-    total = sums[..., side:] + jnp.pad(sums[:, 1:, :side], ((0, 0), (0, 1), (0, 0)))
-    total = total.reshape(H, -1)
-    if diagonals < every:
-        zeros = jnp.zeros((H, (every + 1) * side), jnp.float32)
-        before = sums[:, 0, :side]  # of distances that the diagonal before would have
-        total = jnp.concatenate([before, total], axis=1)
-        total = jax.lax.dynamic_update_slice(zeros, total, (0, first[0] * side))[:, side:]
-    total = total[:, :needed]
-    return jnp.pad(total, ((0, 0), (0, entries - needed)))
+    # by one place.
+    skewed = jnp.pad(blocks[..., ::-1], ((0, 0),) * 3 + ((0, side),)).reshape(H, found.count, -1)
+    return found.table(skewed[..., : side * (2 * side - 1)].reshape(H, found.count, side, -1).sum(2))

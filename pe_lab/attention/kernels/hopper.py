@@ -22,11 +22,11 @@ from pe_lab.attention.key_block import (
     PartialAttention,
     block_rotations,
     check_block,
-    key_sections,
     merge,
     padded,
     rotated_keys,
 )
+from pe_lab.attention.sections import Sections, ends_of_blocks, key_sections, within_documents
 
 LOG2_E = math.log2(math.e)
 ROWS = 64  # of a matrix product of a warpgroup
@@ -121,33 +121,35 @@ def add_product(total: jax.Array, left: jax.Array, right: Any, interpret: bool) 
     return pl.run_state(product)(plgpu.ACC.init(total))
 
 
-def looked_up(table: Any, index: jax.Array, interpret: bool) -> jax.Array:
-    """table[index], of an array in shared memory whose axes count as one; the index has the layout of logits."""
+def looked_up(tables: Any, slot: jax.Array, index: jax.Array, interpret: bool) -> jax.Array:
+    """tables[slot][index], of float32 in shared memory, where all axes of a table count as one.
+
+    The index has the layout of logits, and depends on the difference of row and column alone if the tables are by
+    distance: then both rows of 8 tokens that a thread has share their entries.
+    """
     if interpret:
-        return table[...].reshape(-1)[index]
+        return tables[slot].reshape(-1)[index]
+    index += slot * math.prod(tables.shape[1:])
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA),
-        return_type=plgpu.ShapeDtypeStruct(index.shape, table.dtype, layout=plgpu.Layout.WGMMA),
+        arg_types=(plgpu.RefType(), LOGITS),
+        return_type=plgpu.ShapeDtypeStruct(index.shape, jnp.float32, layout=LOGITS),
     )
     def gather(_: Any, memory: Any, index: Any) -> Any:
         from jax.experimental.mosaic import gpu as mgpu
         from jaxlib.mlir import ir
         from jaxlib.mlir.dialects import arith, memref, vector
 
-        flat = mgpu.memref_fold(memory, 0, len(table.shape))
-        element = flat.type.element_type
-        pair = ir.VectorType.get((2,), element)
-        registers = index.registers.copy()
-        for at in np.ndindex(registers.shape):
-            both = [
-                memref.load(flat, [arith.index_cast(ir.IndexType.get(), vector.extract(registers[at], [], [i]))])
-                for i in range(2)
-            ]
-            registers[at] = vector.from_elements(pair, both)
-        return mgpu.FragmentedArray(_registers=registers, _layout=index.layout, _is_signed=None)
+        flat = mgpu.memref_fold(memory, 0, len(tables.shape))
+        pair = ir.VectorType.get((2,), ir.F32Type.get())
+        found = index.registers.copy()
+        for at in np.ndindex(found.shape):
+            entries = [vector.extract(index.registers[at], [], [i]) for i in range(2)]
+            both = [memref.load(flat, [arith.index_cast(ir.IndexType.get(), entry)]) for entry in entries]
+            found[at] = vector.from_elements(pair, both)
+        return mgpu.FragmentedArray(_registers=found, _layout=index.layout, _is_signed=None)
 
-    return gather(table, index)
+    return gather(tables, index)
 
 
 def forward(static: HopperStatic, names: tuple[str, ...], *refs: Any, **shared: Any) -> None:
@@ -225,14 +227,13 @@ def forward(static: HopperStatic, names: tuple[str, ...], *refs: Any, **shared: 
                     far = (first_query - j * cut.keys + place) - place_of_key
                 s -= slope * far.astype(jnp.float32)
             if "distance bias" in ref:
-                entry = (slot * cut.heads + head) * static.reach + (cut.keys - 1) + place - place_of_key
-                s += looked_up(shared["distance bias"], entry, static.interpret)
+                entry = head * static.reach + (cut.keys - 1) + place - place_of_key
+                s += looked_up(shared["distance bias"], slot, entry, static.interpret)
             if "key bias" in ref:
                 if cut.heads == 1:
                     s += to_rows(plgpu.load(shared["key bias"].at[slot, 0], layout=ACROSS, optimized=False))
                 else:
-                    entry = (slot * cut.heads + head) * cut.keys + place_of_key
-                    s += looked_up(shared["key bias"], entry, static.interpret)
+                    s += looked_up(shared["key bias"], slot, head * cut.keys + place_of_key, static.interpret)
             return s
 
         def masked(s: jax.Array, slot: jax.Array, j: jax.Array) -> jax.Array:
@@ -577,18 +578,17 @@ def _arrays(
 
 def _sections(start: jax.Array, used: jax.Array, inputs: AttentionInputs, static: HopperStatic) -> jax.Array:
     """Blocks of keys of each program, [B, row blocks, splits, 4]: begin, whole from, whole to, end."""
-    cut = static.tiles
-    first = start[:, None] + (jnp.arange(static.row_blocks) * static.rows if cut.heads == 1 else 0)
-    last = first + jnp.minimum(static.rows, static.queries - (first - start[:, None])) - 1
-    if cut.heads > 1:
-        first, last = (jnp.broadcast_to(x, (len(start), static.row_blocks)) for x in (first, first + static.queries - 1))
-    begin, whole_from, whole_to, end = key_sections(first, last, used[:, None], static.window, cut.keys)
-    if inputs.query_segments is not None:
-        whole_from = whole_to = end
-    begin, whole_from, whole_to, end = (jnp.broadcast_to(x, first.shape)[..., None] for x in (begin, whole_from, whole_to, end))
-    each = (end - begin + static.splits - 1) // static.splits
-    of_split = jnp.arange(static.splits)
-    first = jnp.minimum(begin + of_split * each, end)
-    last = jnp.minimum(first + each, end)
-    found = jnp.stack(jnp.broadcast_arrays(first, whole_from, whole_to, last), -1)
-    return found.astype(jnp.int32)
+    cut, T = static.tiles, static.queries
+    tile = jnp.arange(static.row_blocks) * static.rows if cut.heads == 1 else jnp.zeros(static.row_blocks, jnp.int32)
+    first = start[:, None] + tile
+    last = start[:, None] + (jnp.minimum(tile + static.rows, T) if cut.heads == 1 else T) - 1
+    found = key_sections(first, last, used[:, None], static.window, cut.keys)
+    if inputs.query_segments is not None and inputs.key_segments is not None:
+        of_tiles = ends_of_blocks(inputs.query_segments, static.rows if cut.heads == 1 else T)
+        of_tiles = tuple(jnp.broadcast_to(x, first.shape) for x in of_tiles)
+        found = within_documents(found, of_tiles, ends_of_blocks(inputs.key_segments, cut.keys))
+    found = Sections(*(jnp.broadcast_to(x, first.shape)[..., None] for x in found))
+    each = (found.end - found.begin + static.splits - 1) // static.splits
+    begin = jnp.minimum(found.begin + jnp.arange(static.splits) * each, found.end)
+    found = found._replace(begin=begin, end=jnp.minimum(begin + each, found.end))
+    return jnp.stack(jnp.broadcast_arrays(*found), -1).astype(jnp.int32)
