@@ -18,6 +18,7 @@ FEATURES = (
     "position bias",  # a function of positions
     "logit functions",  # of all logits of a query
     "sinks",
+    "soft cap",  # on the products of queries and keys
 )
 
 
@@ -27,22 +28,26 @@ class Capabilities(NamedTuple):
     Attributes:
       honours: of FEATURES.
       dtypes: of queries, keys and values, which share one dtype.
-      head_dims: whether it supports heads of K channels; head_dims_text says the same in words.
-      backward: it has gradients for all that it honours.
+      head_dims: whether it supports heads of K channels on a GPU of this compute capability; head_dims_text says the
+        same in words.
+      backward: it has gradients for all that it honours, but for `forward_only`.
       platforms: as `jax.default_backend` names them.
       rotates_keys: it takes unrotated keys and rotates them inside, once per query head where needed, without a copy
         of a key head for every query head of its group.
+      gpus: whether it runs on a GPU of this compute capability; `needs` says the same in words.
       needs: of the machine, in words; "" for nothing more.
       longest: tokens of a sequence without a window; None for no limit.
     """
 
     honours: frozenset[str]
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
-    head_dims: Callable[[int], bool] = lambda _: True
+    head_dims: Callable[[int, float], bool] = lambda K, capability: True
     head_dims_text: str = "any"
     backward: bool = True
+    forward_only: frozenset[str] = frozenset()
     platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
     rotates_keys: bool = False
+    gpus: Callable[[float], bool] = lambda capability: True
     needs: str = ""
     longest: int | None = None
 
@@ -53,6 +58,7 @@ class AttentionRequest(NamedTuple):
     Attributes:
       needs: of FEATURES.
       platform: cpu, gpu or tpu.
+      capability: the compute capability of a GPU, as 9.0 for an H100.
       head_dim, dtype, length: K, the dtype of queries, and the tokens of a sequence.
       backward: a gradient will be taken.
       split_heads: heads of a group rotate differently, so that a key is rotated once per query head.
@@ -61,6 +67,7 @@ class AttentionRequest(NamedTuple):
 
     needs: frozenset[str] = frozenset()
     platform: str = "cpu"
+    capability: float = 0.0
     head_dim: int = 64
     dtype: str = "bfloat16"
     length: int = 1024
@@ -76,12 +83,18 @@ def refusals(capabilities: Capabilities, request: AttentionRequest) -> list[str]
         reasons.append(f"has no {' and no '.join(missing)}, which this layer needs")
     if request.platform not in capabilities.platforms:
         reasons.append(f"runs on {' and '.join(capabilities.platforms)}, and this is for {request.platform}")
-    if not capabilities.head_dims(request.head_dim):
+    elif request.platform == "gpu" and not capabilities.gpus(request.capability):
+        reasons.append(f"needs {capabilities.needs}, and this GPU has {request.capability}")
+    if not capabilities.head_dims(request.head_dim, request.capability):
         reasons.append(f"takes heads of {capabilities.head_dims_text} channels, and these have {request.head_dim}")
     if request.dtype not in capabilities.dtypes:
         reasons.append(f"computes in {' or '.join(capabilities.dtypes)}, and this is {request.dtype}")
     if request.backward and not capabilities.backward:
         reasons.append("has no gradient, which training needs")
+    elif request.backward and (
+        asked := [name for name in FEATURES if name in request.needs & capabilities.forward_only]
+    ):
+        reasons.append(f"has no gradient with {' and '.join(asked)}, which training needs")
     if capabilities.longest is not None and request.length > capabilities.longest and "windows" not in request.needs:
         reasons.append(f"reads at most {capabilities.longest:,} tokens, and these are {request.length:,}")
     return reasons
@@ -98,6 +111,7 @@ def check_inputs(name: str, honours: frozenset[str], inputs: AttentionInputs) ->
         inputs.bias,
         inputs.logit_functions,
         inputs.sink,
+        inputs.soft_cap,
     )
     refused = [what for what, x in zip(FEATURES, given, strict=True) if x is not None and what not in honours]
     if refused:

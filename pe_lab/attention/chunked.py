@@ -227,7 +227,11 @@ def chunked_gradient(
             p = jnp.exp(logits - logsumexp_i[..., None])
             d_p = jnp.einsum("bgmtk,bgsk->bgmts", d_out_i, v_j, preferred_element_type=jnp.float32)
             d_wide = p * (d_p - inner_i[..., None])
-            d_logits, p = d_wide.astype(q.dtype), p.astype(q.dtype)
+            d_product = d_wide
+            if inputs.soft_cap is not None:
+                product = jnp.einsum("bgmtk,bgsk->bgmts", q_i, k_j, preferred_element_type=jnp.float32)
+                d_product = d_wide * (1 - jnp.tanh(product / inputs.soft_cap) ** 2)
+            d_logits, p = d_product.astype(q.dtype), p.astype(q.dtype)
             d_q = jnp.einsum("bgmts,bgsk->bgmtk", d_logits, k_j, preferred_element_type=jnp.float32)
             d_k = jnp.einsum("bgmts,bgmtk->bgsk", d_logits, q_i, preferred_element_type=jnp.float32)
             d_v = jnp.einsum("bgmts,bgmtk->bgsk", p, d_out_i, preferred_element_type=jnp.float32)

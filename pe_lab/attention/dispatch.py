@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 
@@ -14,17 +15,20 @@ from pe_lab.attention.hooks import hook_features
 from pe_lab.attention.kernels import external
 from pe_lab.attention.kernels.gpu import gpu_key_block
 from pe_lab.attention.kernels.gpu_gradient import gpu_key_block_gradient
+from pe_lab.attention.kernels.hopper import hopper_key_block
+from pe_lab.attention.kernels.hopper_gradient import hopper_key_block_gradient
 from pe_lab.attention.kernels.tpu import tpu_key_block
 from pe_lab.attention.kernels.tpu_gradient import tpu_key_block_gradient
 from pe_lab.attention.key_block import KeyBlockGradient, KeyBlockKernel, Pair, whole_sequence
 from pe_lab.attention.reference import reference_attention
 from pe_lab.errors import ConfigError, UnsupportedError, did_you_mean
-from pe_lab.parallel import context_size, platform, slots_are_sharded
+from pe_lab.parallel import compute_capability, context_size, platform, slots_are_sharded
 from pe_lab.positional import LayerStructure
 
 EVERYTHING = frozenset(FEATURES)
-KERNEL_FEATURES = EVERYTHING - {"position bias", "logit functions"}
+KERNEL_FEATURES = EVERYTHING - {"position bias", "logit functions", "soft cap"}
 SHORT = 256  # up to this many tokens, accelerators multiply whole matrices faster than a kernel runs
+REPEATED = 2**17  # up to this many tokens, keys are repeated for heads that rotate differently
 
 
 @dataclass(frozen=True)
@@ -48,16 +52,17 @@ class Implementation:
     kernel: bool = False
 
 
-def _pallas(partial: KeyBlockKernel, gradient: KeyBlockGradient | None, platform: str, compiler: str) -> Implementation:
+def _pallas(
+    partial: KeyBlockKernel, gradient: KeyBlockGradient, platform: str, compiler: str, **different: Any
+) -> Implementation:
     capabilities = Capabilities(
         honours=KERNEL_FEATURES,
         dtypes=("float32", "bfloat16"),
-        head_dims=lambda K: 32 <= K <= 256 and K % 16 == 0,
+        head_dims=lambda K, capability: 32 <= K <= 256 and K % 16 == 0,
         head_dims_text="32 to 256, in steps of 16",
-        backward=gradient is not None,
         rotates_keys=True,
         platforms=(platform,),
-    )
+    )._replace(**different)
     run = whole_sequence(Pair(partial, gradient))
     return Implementation(f"pe_lab's kernel, by {compiler}", run, capabilities, partial, gradient, True)
 
@@ -67,7 +72,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "dense": Implementation(
         "all logits at once, with a hand-written gradient",
         dense_attention,
-        Capabilities(EVERYTHING - {"logit functions"}),
+        Capabilities(EVERYTHING - {"logit functions", "soft cap"}),
     ),
     "chunked": Implementation(
         "blocks of logits, memory linear in the length",
@@ -81,14 +86,105 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "tokamax": Implementation("OpenXLA's kernels", external.tokamax_attention, external.TOKAMAX, kernel=True),
     "pallas_tpu": _pallas(tpu_key_block, tpu_key_block_gradient, "tpu", "Mosaic"),
     "pallas_gpu": _pallas(gpu_key_block, gpu_key_block_gradient, "gpu", "Triton"),
+    "pallas_hopper": _pallas(
+        hopper_key_block,
+        hopper_key_block_gradient,
+        "gpu",
+        "Mosaic GPU",
+        honours=KERNEL_FEATURES | {"soft cap"},
+        dtypes=("bfloat16", "float16"),
+        gpus=lambda capability: capability == 9.0,
+        needs="compute capability 9.0 (H100, H200)",
+    ),
 }
 
-# The fastest first.
-_ORDER = {
-    "cpu": ("chunked", "reference", "dense"),
-    "tpu": ("splash", "pallas_tpu", "chunked", "reference", "dense"),
-    "gpu": ("cudnn", "tokamax", "pallas_gpu", "chunked", "reference", "dense"),
-}
+
+@dataclass(frozen=True)
+class Preference:
+    """A row of the table that `auto` follows; the first one that covers a request counts.
+
+    Attributes:
+      requests: in words.
+      covers: whether it is for a request, given the block of chunked attention.
+      order: names, the fastest first.
+      source: the results under benchmarks/results that it rests on; empty: nothing was measured.
+      measured: of these results, the speed of each alternative in TFLOP/s, by what was measured.
+    """
+
+    requests: str
+    covers: Callable[[AttentionRequest, int], bool]
+    order: tuple[str, ...]
+    source: str = ""
+    measured: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+
+_OTHERS = ("chunked", "reference", "dense")
+# pallas_hopper has not run on a GPU yet: it serves what nothing else does, and whoever names it.
+_KERNELS = ("pallas_gpu", "pallas_hopper")
+_H100 = "h100/attention.json"
+PREFERENCES = (
+    Preference(
+        "a CPU, sequences of at most a block",
+        lambda request, chunk: request.platform == "cpu" and request.length <= chunk,
+        ("dense", "chunked", "reference"),
+    ),
+    Preference("a CPU", lambda request, chunk: request.platform == "cpu", _OTHERS),
+    Preference(
+        f"a TPU, at most {SHORT} tokens",
+        lambda request, chunk: request.platform == "tpu" and request.length <= min(chunk, SHORT),
+        ("dense", "splash", "pallas_tpu", "chunked", "reference"),
+    ),
+    Preference(
+        "a TPU, heads that rotate differently",
+        lambda request, chunk: request.platform == "tpu" and request.split_heads,
+        ("pallas_tpu", "splash", *_OTHERS),
+    ),
+    Preference("a TPU", lambda request, chunk: request.platform == "tpu", ("splash", "pallas_tpu", *_OTHERS)),
+    Preference(
+        f"a GPU, at most {SHORT} tokens",
+        lambda request, chunk: request.length <= min(chunk, SHORT),
+        ("dense", "cudnn", "tokamax", *_KERNELS, "chunked", "reference"),
+    ),
+    Preference(
+        "a GPU, at most 1,024 tokens",
+        lambda request, chunk: request.length <= 1024,
+        ("pallas_gpu", "cudnn", "tokamax", "pallas_hopper", *_OTHERS),
+        _H100,
+        {
+            "forward, 1,000 tokens": {"pallas_gpu": 35.2, "cudnn": 17.8},
+            "forward, 1,000 tokens, heads rotate differently": {"pallas_gpu": 31.9, "cudnn": 16.6},
+            "forward and backward, 1,000 tokens": {"pallas_gpu": 37.0, "cudnn": 26.6},
+        },
+    ),
+    Preference(
+        f"a GPU, heads that rotate differently, more than {REPEATED:,} tokens: no room for repeated keys",
+        lambda request, chunk: request.split_heads and request.length > REPEATED,
+        (*_KERNELS, "cudnn", "tokamax", *_OTHERS),
+    ),
+    Preference(
+        "a GPU, heads that rotate differently: keys are repeated",
+        lambda request, chunk: request.split_heads,
+        ("cudnn", "tokamax", *_KERNELS, *_OTHERS),
+        _H100,
+        {
+            "forward, 8,192 tokens, heads rotate differently": {"cudnn": 393.5, "pallas_gpu": 224.6},
+            "forward, 32,768 tokens, heads rotate differently": {"cudnn": 453.8, "pallas_gpu": 254.0},
+        },
+    ),
+    Preference(
+        "a GPU",
+        lambda request, chunk: True,
+        ("cudnn", "tokamax", *_KERNELS, *_OTHERS),
+        _H100,
+        {
+            "forward, 8,192 tokens": {"cudnn": 420.5, "pallas_gpu": 286.9},
+            "forward, 32,768 tokens": {"cudnn": 455.3, "pallas_gpu": 327.7},
+            "forward and backward, 2,048 tokens": {"cudnn": 270.7, "pallas_gpu": 210.1},
+            "forward and backward, 8,192 tokens": {"cudnn": 401.6, "pallas_gpu": 278.8},
+            "forward and backward, 32,768 tokens": {"cudnn": 430.4, "pallas_gpu": 301.2},
+        },
+    ),
+)
 
 
 def layer_request(
@@ -99,6 +195,7 @@ def layer_request(
     *,
     segments: bool = False,
     positions: bool = False,
+    soft_cap: bool = False,
     backward: bool = False,
     partial: bool | None = None,
 ) -> AttentionRequest:
@@ -109,6 +206,7 @@ def layer_request(
       length: tokens of a sequence.
       segments: sequences hold several documents.
       positions: those of tokens are not their indices.
+      soft_cap: on the products of queries and keys.
       backward: a gradient will be taken.
       partial: partial results will be merged. None: if the mesh has a context axis.
     """
@@ -117,11 +215,13 @@ def layer_request(
         "slopes": structure.slopes,
         "segments": segments,
         "windows": structure.window is not None,
+        "soft cap": soft_cap,
         **dict.fromkeys(hook_features(structure.hooks, positions), True),
     }
     return AttentionRequest(
         needs=frozenset(name for name, needed in needs.items() if needed),
         platform=platform(),
+        capability=compute_capability(),
         head_dim=K,
         dtype=dtype,
         length=length,
@@ -131,16 +231,9 @@ def layer_request(
     )
 
 
-def order(request: AttentionRequest, chunk: int) -> tuple[str, ...]:
-    """The names that `auto` tries, the fastest first."""
-    names = _ORDER[request.platform]
-    if request.split_heads:
-        # An external kernel would read a copy of the keys for every query head.
-        names = tuple(sorted(names, key=lambda name: not name.startswith("pallas")))
-    short = chunk if request.platform == "cpu" else min(chunk, SHORT)
-    if request.length <= short:
-        names = ("dense", *(name for name in names if name != "dense"))
-    return names
+def preference(request: AttentionRequest, chunk: int = 512) -> Preference:
+    """The row of the table for a request; `chunk` is the block of chunked attention."""
+    return next(one for one in PREFERENCES if one.covers(request, chunk))
 
 
 def reasons_against(name: str, request: AttentionRequest) -> list[str]:
@@ -151,8 +244,10 @@ def reasons_against(name: str, request: AttentionRequest) -> list[str]:
         reasons.append("gives no partial results, from which KV caches and sequences on several devices are merged")
     if request.partial and "logit functions" in request.needs:
         reasons.append("has no logit functions for a sequence on several devices")
-    if name == "tokamax" and (reason := external.why_no_tokamax()):
+    if name == "tokamax" and (reason := external.why_no_tokamax(request)):
         reasons.append(reason)
+    if name == "pallas_hopper" and jax.__version_info__ < (0, 11):
+        reasons.append("needs JAX 0.11 or later, which needs Python 3.12")
     return reasons
 
 
@@ -169,10 +264,11 @@ def choose(name: str, request: AttentionRequest, chunk: int = 512) -> str:
         )
     against = {one: reasons_against(one, request) for one in IMPLEMENTATIONS}
     if name == "auto":
-        for one in order(request, chunk):
+        order = preference(request, chunk).order
+        for one in order:
             if not against[one]:
                 return one
-        reasons = "; ".join(f"'{one}' {' and '.join(against[one])}" for one in order(request, chunk))
+        reasons = "; ".join(f"'{one}' {' and '.join(against[one])}" for one in order)
         raise UnsupportedError(f"attention: no implementation serves this layer on {request.platform}: {reasons}.")
     if against[name]:
         able = [one for one in IMPLEMENTATIONS if not against[one]]

@@ -88,6 +88,7 @@ class AttentionInputs:
       sink: a logit in the denominator of each head's softmax; only for a whole sequence.
       rotation: keys are not rotated yet, and the kernel rotates them by their index; queries are rotated already.
       window: a query sees the last `window` tokens, itself included; None sees all.
+      soft_cap: the products x of queries and keys become soft_cap tanh(x / soft_cap), before anything is added.
       chunk: queries and keys per block of chunked attention; other implementations do not read it.
     """
 
@@ -105,6 +106,7 @@ class AttentionInputs:
     sink: Float[Array, " H"] | None = None
     rotation: KeyRotation | None = None
     window: int | None = field(default=None, metadata={"static": True})
+    soft_cap: float | None = field(default=None, metadata={"static": True})
     chunk: int = field(default=512, metadata={"static": True})
 
     def of_tokens(
@@ -194,11 +196,21 @@ def scaled(query: Float[Array, "*axes"], scale: Float[Array, ""]) -> Float[Array
     return (query.astype(jnp.float32) * scale).astype(query.dtype)
 
 
-def check_block(num_heads: int, key: jax.Array, value: jax.Array, inputs: AttentionInputs) -> int:
+def capped(products: Float[Array, "*axes"], soft_cap: float | None) -> Float[Array, "*axes"]:
+    """The products of queries and keys under a soft cap (Gemma 2, 2024)."""
+    return products if soft_cap is None else soft_cap * jnp.tanh(products / soft_cap)
+
+
+def check_block(
+    num_heads: int, key: jax.Array, value: jax.Array, inputs: AttentionInputs, *, soft_cap: bool = False
+) -> int:
     """The number of rotations of keys [L, B, G, S, K] that a kernel computes, 0 for none.
 
+    Args:
+      soft_cap: the kernel has soft caps.
+
     Raises:
-      UnsupportedError: a bias that is a function, or functions of all logits.
+      UnsupportedError: a bias that is a function, functions of all logits, or a soft cap.
     """
     if value.shape != key.shape or num_heads % key.shape[2]:
         raise ValueError(
@@ -206,6 +218,8 @@ def check_block(num_heads: int, key: jax.Array, value: jax.Array, inputs: Attent
         )
     if inputs.bias is not None or inputs.logit_functions is not None:
         raise UnsupportedError("attention kernel: no function of logits.")
+    if inputs.soft_cap is not None and not soft_cap:
+        raise UnsupportedError("attention kernel: no soft cap.")
     return 0 if inputs.rotation is None else inputs.rotation.fixed_freq.shape[0]
 
 
@@ -279,12 +293,12 @@ def masked_logits(
     Args:
       query, key: rotated; queries scaled.
       distance: index of each query minus index of each key.
-      inputs: slope, positions, segments, key bias and window of these tokens; other fields are not read.
+      inputs: slope, positions, segments, key bias, window and soft cap of these tokens; other fields are not read.
       used: which keys are real; None: all.
       bias: added to the logits.
     """
     logits = jnp.einsum("bgmtk,bgsk->bgmts", query, key, preferred_element_type=jnp.float32)
-    G = key.shape[1]
+    logits, G = capped(logits, inputs.soft_cap), key.shape[1]
     if inputs.slope is not None:
         far = distance[None]
         if inputs.query_positions is not None and inputs.key_positions is not None:

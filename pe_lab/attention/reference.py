@@ -7,7 +7,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pe_lab.attention.bias import extended, toeplitz_block
-from pe_lab.attention.key_block import MASKED, AttentionInputs, Keys, Outputs, Queries, Values, heads_of_groups, visible
+from pe_lab.attention.key_block import (
+    MASKED,
+    AttentionInputs,
+    Keys,
+    Outputs,
+    Queries,
+    Values,
+    capped,
+    heads_of_groups,
+    visible,
+)
 
 
 def added_to_logits(
@@ -56,6 +66,7 @@ def attention_to_all(
     q = query.reshape(B, T, G, H // G, K).transpose(0, 2, 3, 1, 4)
     k, v = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
     logits = jnp.einsum("bgmtk,bgsk->bgmts", q, k, preferred_element_type=jnp.float32)
+    logits = capped(logits, inputs.soft_cap)
     distance = first + jnp.arange(T)[:, None] - jnp.arange(S)[None, :]
     added = added_to_logits(distance, first, H, inputs)
     if added is not None:

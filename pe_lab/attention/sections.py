@@ -41,7 +41,7 @@ def query_sections(
     first_key: jax.Array | int, last_key: jax.Array | int, start: jax.Array | int, used: jax.Array | int,
     window: int | None, size: int, count: int,
 ) -> Sections:  # fmt: skip
-    """Of `count` blocks of `size` queries, those that see any of these keys; `start` is the index of the first query."""
+    """Of `count` blocks of `size` queries, of which the first one has the index `start`, those that see these keys."""
     before = functools.partial(_before, size=size)
     begin, end = before(first_key - start), jnp.where(used > first_key, count, 0)
     whole_from, whole_to = before(last_key - start + size - 1), jnp.where(used > last_key, count, 0)
@@ -69,7 +69,7 @@ def within_documents(
 
     Args:
       tiles, blocks: the smallest and the largest id of each.
-      whole_at_begin: of the whole blocks, those next to the first one are kept whole; by default those next to the last.
+      whole_at_begin: the whole blocks next to the first one are kept whole; by default those next to the last one.
     """
     begin, whole_from, whole_to, end = (jnp.broadcast_to(x, tiles[0].shape)[..., None] for x in sections)
     (low, high), (block_low, block_high) = (x[..., None] for x in tiles), (x[:, None] for x in blocks)

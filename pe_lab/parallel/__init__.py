@@ -19,6 +19,7 @@ from pe_lab.parallel.sharding import (
     AxisRules,
     balanced_order,
     check_batch,
+    compute_capability,
     constrain,
     context_size,
     current_mesh,

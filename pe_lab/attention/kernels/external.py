@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pe_lab.attention.capabilities import Capabilities, check_inputs
+from pe_lab.attention.capabilities import AttentionRequest, Capabilities, check_inputs
 from pe_lab.attention.key_block import RESIDUALS, AttentionInputs, Keys, Queries
 from pe_lab.errors import UnsupportedError
 
@@ -29,31 +29,35 @@ SCALAR_MEMORY, BYTES_OF_PAIR = 2**20, 3
 SPLASH = Capabilities(
     honours=frozenset({"segments", "windows"}),
     dtypes=("bfloat16", "float32"),
-    head_dims=lambda K: K <= 256,
+    head_dims=lambda K, capability: K <= 256,
     head_dims_text="at most 256",
     platforms=("tpu",),
     longest=2**19,
 )
 # Segments would need a bias of [T, T]: `jax.nn` has no packing by offsets and no score functions, and cuDNN's lengths
-# only describe padding. Heads of 136 to 256 channels have a backward pass on Hopper alone.
+# only describe padding.
 CUDNN = Capabilities(
     honours=frozenset({"windows"}),
     dtypes=("bfloat16", "float16"),
-    head_dims=lambda K: K <= 128 and K % 8 == 0,
-    head_dims_text="multiples of 8 up to 128",
+    head_dims=lambda K, capability: (256 if capability >= 9 else 128) >= K and K % 8 == 0,
+    head_dims_text="multiples of 8 up to 128 (256 from compute capability 9.0 on)",
     platforms=("gpu",),
+    gpus=lambda capability: capability >= 8,
     needs="compute capability 8.0 and cuDNN 9",
 )
-# By its Mosaic kernels. On TPUs, tokamax runs a fork of splash that takes neither segments nor windows. Version 0.0.12
-# calls functions of Pallas that JAX 0.12 has removed.
+# By its Mosaic GPU kernels. On TPUs, tokamax runs a fork of splash that takes neither segments nor windows. The
+# gradient of a bias would be [H, T, T], so that slopes and key biases are for evaluation alone.
 TOKAMAX = Capabilities(
-    honours=frozenset({"windows"}),
+    honours=frozenset({"windows", "segments", "slopes", "key bias", "soft cap"}),
+    forward_only=frozenset({"slopes", "key bias"}),
     dtypes=("bfloat16", "float16"),
-    head_dims=lambda K: K <= 128,
-    head_dims_text="at most 128",
+    head_dims=lambda K, capability: K <= 256,
+    head_dims_text="at most 256",
     platforms=("gpu",),
-    needs="compute capability 9.0 or 10.x (8.x without windows), and for JAX 0.12 a tokamax later than 0.0.12",
+    gpus=lambda capability: 9 <= capability < 12,
+    needs="compute capability 9.0 or 10.x",
 )
+SLOPES_UP_TO = 2**17  # tokens: slope times position is a float32
 
 
 def splash_attention(
@@ -86,60 +90,77 @@ def cudnn_attention(
     """cuDNN's flash attention, by `jax.nn`; implementation "xla" computes the same result on any platform."""
     check_inputs("cuDNN", CUDNN.honours, inputs)
     # JAX refuses gradients of sequences of an odd length, because it treats every call as one with a bias.
-    return _dot_product(jax.nn.dot_product_attention, query, key, value, inputs, 2, implementation)
+    T = query.shape[1]
+    q, k, v = (_padded(x, 1, T + T % 2) for x in (query, key, value))
+    window = _window(inputs, T)
+    neighbours = None if window is None else (window - 1, 0)  # before and after a token, which the window counts
+    out = jax.nn.dot_product_attention(
+        q, k, v, scale=1.0, is_causal=True, local_window_size=neighbours, implementation=implementation
+    )
+    return out[:, :T]
 
 
 def tokamax_attention(
-    query: Queries, key: Keys, value: Keys, inputs: AttentionInputs, implementation: tuple[str, ...] | None = None
+    query: Queries, key: Keys, value: Keys, inputs: AttentionInputs, implementation: str = "mosaic_gpu"
 ) -> Queries:
-    """Flash attention by the package tokamax, by the first of its implementations that serves the call.
+    """Flash attention by the package tokamax; implementation "xla" computes the same result on any platform.
+
+    Windows and documents, whose tokens are neighbours, are the first key that each query sees. ALiBi is a bias of keys:
+    of its penalty, slope (query - key), the part of the query cancels in the softmax.
 
     Raises:
       UnsupportedError: tokamax is not installed.
     """
     check_inputs("tokamax", TOKAMAX.honours, inputs)
     try:
-        import tokamax
+        from tokamax._src.ops.attention.api import IMPLEMENTATIONS
+        from tokamax._src.ops.attention.base import Mask
     except ImportError:
         raise UnsupportedError("model.attention 'tokamax' needs the package tokamax: pip install tokamax") from None
     from absl import flags
 
     if not flags.FLAGS.is_parsed():  # else tokamax parses the program's own arguments as absl's, and exits
         flags.FLAGS.mark_as_parsed()
-    if implementation is None:
-        # By default, it falls back to plain XLA, whose logits are [T, T]. So is Triton's mask of a window in the
-        # backward pass.
-        windowed = _window(inputs, query.shape[1]) is not None
-        implementation = ("mosaic_gpu",) if windowed else ("mosaic_gpu", "triton")
-    # Its kernels pad to different multiples; padding here serves the forward and the backward pass.
-    return _dot_product(tokamax.dot_product_attention, query, key, value, inputs, 128, implementation)
-
-
-def _dot_product(
-    function: Callable[..., jax.Array],
-    query: Queries,
-    key: Keys,
-    value: Keys,
-    inputs: AttentionInputs,
-    multiple: int,
-    implementation: Any,
-) -> Queries:
-    """`function` on sequences padded to a multiple of tokens; `jax.nn` and tokamax share its arguments."""
     T = query.shape[1]
-    q, k, v = (_padded(x, 1, T + -T % multiple) for x in (query, key, value))
-    window = _window(inputs, T)
-    neighbours = None if window is None else (window - 1, 0)  # before and after a token, which the window counts
-    out = function(q, k, v, scale=1.0, is_causal=True, local_window_size=neighbours, implementation=implementation)
+    length = T + -T % 128  # its kernels pad to different multiples; padding here serves both passes
+    q, k, v = (_padded(x, 1, length) for x in (query, key, value))
+    at, first, bias = jnp.arange(length), None, None
+    if (window := _window(inputs, T)) is not None:
+        first = jnp.maximum(at - window + 1, 0)[None]
+    if inputs.query_segments is not None:
+        documents = _padded(inputs.query_segments.astype(jnp.int32), 1, length)
+        begins = jnp.pad(documents[:, 1:] != documents[:, :-1], ((0, 0), (1, 0)))
+        start = jax.lax.cummax(jnp.where(begins, at, 0), axis=1)
+        first = start if first is None else jnp.maximum(first, start)
+    if inputs.slope is not None:
+        positions = at[None] if inputs.key_positions is None else _padded(inputs.key_positions, 1, length)
+        bias = inputs.slope.astype(jnp.float32)[:, None] * positions[:, None].astype(jnp.float32)
+    if inputs.key_bias is not None:
+        key_bias = _padded(inputs.key_bias.astype(jnp.float32), 2, length)
+        bias = key_bias if bias is None else bias + key_bias
+    out = IMPLEMENTATIONS[implementation](
+        q,
+        k,
+        v,
+        bias=None if bias is None else bias[:, :, None],
+        mask=Mask(k_start=None if first is None else first[:, None], is_causal=True),
+        logits_scale=1.0,
+        logits_soft_cap=inputs.soft_cap,
+    )
     return out[:, :T]
 
 
-def why_no_tokamax() -> str:
-    """Why tokamax cannot be used on this machine; "" if it can."""
+def why_no_tokamax(request: AttentionRequest) -> str:
+    """Why tokamax cannot serve a request on this machine, beside its capabilities; "" if it can."""
     if importlib.util.find_spec("tokamax") is None:
-        return "is not installed (pip install tokamax)"
-    version = importlib.metadata.version("tokamax")
-    if version == "0.0.12" and jax.__version_info__ >= (0, 12):
-        return "0.0.12 does not work with JAX 0.12"
+        return "is not installed (pip install tokamax; Python 3.12 or later)"
+    version = tuple(int(part) for part in importlib.metadata.version("tokamax").split(".")[:3])
+    if version < (0, 0, 17):
+        return f"{'.'.join(map(str, version))} is too old: 0.0.17 or later is needed (Python 3.12 or later)"
+    if "soft cap" in request.needs and request.needs & {"slopes", "key bias"}:
+        return "adds biases before a soft cap, and this layer after it"
+    if "slopes" in request.needs and request.length > SLOPES_UP_TO:
+        return f"has slopes for at most {SLOPES_UP_TO:,} tokens, and these are {request.length:,}"
     return ""
 
 

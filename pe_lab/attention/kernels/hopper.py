@@ -1,4 +1,21 @@
-"""pe_lab's attention kernel for Hopper GPUs (Pallas, compiled by Mosaic GPU): flash attention with positional encodings."""
+"""pe_lab's attention kernel for Hopper GPUs (Pallas, compiled by Mosaic GPU): flash attention with positional encodings.
+
+One kernel serves whole sequences, chunks of a prompt against a KV cache, single tokens (decoding) and the key blocks of
+a ring, as the Triton kernel in `gpu.py` does, which it is to replace. A program is three warpgroups. Two have a block of
+queries each and compute: while one is in the softmax of a block of keys, the other's products are in the tensor cores,
+for which they take turns (Shah et al. 2024, FlashAttention-3). The third one copies: blocks of keys and values, with what
+belongs to them (segments, positions, biases, the part of a table by distance that the block needs), arrive in slots of
+shared memory, each with a barrier that says that they are there and one that says that the slot is free. Where keys are
+rotated inside, the third warpgroup rotates the block that has arrived while the next one is on its way.
+
+Without a dynamic start, end or document, a program computes which blocks it sees; otherwise XLA has done so before
+(`sections.py`), and blocks of other documents are skipped. Blocks in which every query sees every key have no mask. If
+there are few queries, those of the heads that share a key head are stacked in one block, and several programs share the
+visible keys.
+
+What a warpgroup holds fits into 168 registers a thread up to 128 channels: JAX's CUDA wheels compile Mosaic kernels by
+libnvJitLink, with which ptxas ignores `setmaxnreg`. With more channels, sums spill (docs/attention.md).
+"""
 
 from __future__ import annotations
 
@@ -259,9 +276,7 @@ def forward(static: HopperStatic, names: tuple[str, ...], *refs: Any, **shared: 
 
             s = pl.run_scoped(products, plgpu.ACC(shape, jnp.float32))
             s = biased(s, slot, j)
-            s = jax.lax.cond(
-                (j < whole_from) | (j >= whole_to), lambda s: masked(s, slot, j), lambda s: s, s
-            )
+            s = jax.lax.cond((j < whole_from) | (j >= whole_to), lambda s: masked(s, slot, j), lambda s: s, s)
             if vectors:
                 plgpu.commit_smem()  # a copy may overwrite what threads have read
             plgpu.barrier_arrive(shared["key free"].at[slot])
@@ -431,7 +446,15 @@ MOST_SPLITS = 128  # the merge of splits is unrolled
 
 
 def tiles(H: int, G: int, T: int, S: int, K: int, *, alone: bool = False, rotates: bool = False) -> HopperTiles:
-    """The block sizes for T queries of H heads against S keys of G heads."""
+    """The block sizes for T queries of H heads against S keys of G heads.
+
+    Args:
+      alone: rotated keys serve one query head.
+      rotates: keys are rotated inside.
+
+    Shared memory of 227 KiB holds the queries of the program, and two stages of keys and values of 16 bits: in KiB,
+    80 with 64 channels, 160 with 128, and with blocks of 64 keys 192 with 256 channels.
+    """
     shared = 1 if alone else H // G
     heads = max(n for n in range(1, shared + 1) if shared % n == 0 and (n * T <= FEW or n == 1))
     keys = 64 if S <= 64 or rotates or K > 128 else 128
@@ -450,6 +473,17 @@ def hopper_key_block(
     cut: HopperTiles | None = None,
     interpret: bool = False,
 ) -> PartialAttention:
+    """Attention to a block of keys (Shah et al. 2024); arguments as in `kernels.tpu.tpu_key_block`, and these.
+
+    Args:
+      splits: programs that share the keys of a block of queries; their results are merged (flash-decoding). Each takes
+        an equal part of the visible blocks. None: as many as keep an H100 busy.
+      cut: block sizes; None: those of `tiles`.
+      interpret: on a CPU, where races between warpgroups and copies are errors (JAX 0.11 or later).
+
+    Raises:
+      UnsupportedError: functions of logits.
+    """
     B, H, T, K = query.shape
     if layer is None:
         layer, key, value = 0, key[None], value[None]
@@ -459,7 +493,7 @@ def hopper_key_block(
         key, value = (x[None] for x in rotated_keys(*of_layer, inputs))
         layer, inputs = 0, replace(inputs, rotation=None)
     L, _, G, S, _ = key.shape
-    rotations = check_block(H, key, value, inputs)
+    rotations = check_block(H, key, value, inputs, soft_cap=True)
     cut = cut or tiles(H, G, T, S, K, alone=rotations not in (0, 1, G), rotates=rotations > 0)
     groups, length = H // cut.heads, cut.heads * T
     key_blocks, rows = pl.cdiv(S, cut.keys), cut.warpgroups * cut.rows
@@ -470,7 +504,7 @@ def hopper_key_block(
         splits = max(1, min(PROGRAMS // (B * groups * row_blocks), visited // 4, MOST_SPLITS))
     splits = min(splits, visited)
     wide_out = wide or splits > 1
-    static = HopperStatic(cut, splits, T, S, length, K, G, B, inputs.window, None, wide_out, interpret)
+    static = HopperStatic(cut, splits, T, S, length, K, G, B, inputs.window, inputs.soft_cap, wide_out, interpret)
     arrays = _arrays(query, key, value, layer, inputs, static)
     dtype, tile = query.dtype, channel_tile(K // 2 if rotations else K)
     shared = {
@@ -530,7 +564,12 @@ def hopper_key_block(
 
 
 def _arrays(
-    query: jax.Array, key: jax.Array, value: jax.Array, layer: jax.Array | int, inputs: AttentionInputs, static: HopperStatic
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    layer: jax.Array | int,
+    inputs: AttentionInputs,
+    static: HopperStatic,
 ) -> dict[str, jax.Array]:
     """The kernel's arrays by name."""
     B, H, T, K = query.shape

@@ -87,6 +87,9 @@ class HopperGradientStatic:
         return self.warpgroups * SIDE
 
 
+Tokens = tuple[jax.Array, ...]  # query, key, value, d_out, logsumexp of powers of two, and inner
+
+
 class _Logits(NamedTuple):
     """A block, [SIDE, SIDE].
 
@@ -120,9 +123,7 @@ class _Program:
         x = self.ref[name]
         return x.at[0 if x.shape[0] == 1 else self.batch]
 
-    def stream(
-        self, count: jax.Array, start: Callable[[jax.Array], None], add: Callable[..., Any], sums: Any
-    ) -> Any:
+    def stream(self, count: jax.Array, start: Callable[[jax.Array], None], add: Callable[..., Any], sums: Any) -> Any:
         """`sums` after `add(n, slot, sums)` for each of `count` blocks, which the first warpgroup copies ahead.
 
         start: starts the copies of block n.
@@ -496,7 +497,8 @@ def distance_gradient(static: HopperGradientStatic, names: tuple[str, ...], *ref
             plgpu.copy_gmem_to_smem(ref[name].at[pair, keys], into.at[slot], ready)
         for name in vectors:
             at = program.one_or_each(name)
-            plgpu.copy_gmem_to_smem(at.at[head, keys] if name == "key bias" else at.at[keys], shared[name].at[slot], ready)
+            source = at.at[head, keys] if name == "key bias" else at.at[keys]
+            plgpu.copy_gmem_to_smem(source, shared[name].at[slot], ready)
 
     def start(n: jax.Array) -> None:
         slot = jax.lax.rem(n, static.stages)
@@ -591,7 +593,7 @@ def hopper_key_block_gradient(
     """
     B, H, T, K = query.shape
     G, S = key.shape[1:3]
-    check_block(H, key[None], value[None], inputs)
+    check_block(H, key[None], value[None], inputs, soft_cap=True)
     if inputs.rotation is not None:
         raise UnsupportedError("the gradient of attention on a GPU takes rotated keys: no rotation inside.")
     start, used = inputs.slots(B, S)
@@ -602,7 +604,18 @@ def hopper_key_block_gradient(
     logsumexp = jnp.where(logsumexp > FLOOR, logsumexp * LOG2_E, UNSEEN)
     table = inputs.distance_bias
     static = HopperGradientStatic(
-        1 if K > 128 else 2, 2, T, S, H, G, K, B, inputs.window, None, 0 if table is None else table.shape[1], interpret
+        1 if K > 128 else 2,
+        2,
+        T,
+        S,
+        H,
+        G,
+        K,
+        B,
+        inputs.window,
+        inputs.soft_cap,
+        0 if table is None else table.shape[1],
+        interpret,
     )
     tokens = query, key, value, d_out.astype(query.dtype), logsumexp, inner.astype(jnp.float32)
     of_queries = _of_queries(tokens, inputs, static, start, used)
@@ -623,7 +636,7 @@ def hopper_key_block_gradient(
 
 
 def _arrays(
-    tokens: tuple[jax.Array, ...], inputs: AttentionInputs, static: HopperGradientStatic, start: jax.Array, used: jax.Array
+    tokens: Tokens, inputs: AttentionInputs, static: HopperGradientStatic, start: jax.Array, used: jax.Array
 ) -> dict[str, jax.Array]:
     """The arrays of a kernel by name."""
     query, key, value, d_out, logsumexp, inner = tokens
@@ -652,7 +665,13 @@ def _arrays(
     return arrays
 
 
-def _shared(arrays: dict[str, jax.Array], static: HopperGradientStatic, own: tuple[str, str], moving: tuple[str, str], vectors: tuple[str, ...]) -> dict[str, Any]:
+def _shared(
+    arrays: dict[str, jax.Array],
+    static: HopperGradientStatic,
+    own: tuple[str, str],
+    moving: tuple[str, str],
+    vectors: tuple[str, ...],
+) -> dict[str, Any]:
     """Shared memory of a program that keeps two matrices for each warpgroup, and through which two others stream."""
     dtype, tile, block = arrays["query"].dtype, channel_tile(static.head_dim), (SIDE, static.head_dim)
     vectors = tuple(name for name in vectors if name in arrays)
@@ -693,7 +712,7 @@ def _run(
 
 
 def _of_queries(
-    tokens: tuple[jax.Array, ...], inputs: AttentionInputs, static: HopperGradientStatic, start: jax.Array, used: jax.Array
+    tokens: Tokens, inputs: AttentionInputs, static: HopperGradientStatic, start: jax.Array, used: jax.Array
 ) -> dict[str, jax.Array]:
     arrays = _arrays(tokens, inputs, static, start, used)
     T, tiles = static.queries, pl.cdiv(static.queries, static.tile)
@@ -716,15 +735,13 @@ def _of_queries(
 
 
 def _of_keys(
-    tokens: tuple[jax.Array, ...], inputs: AttentionInputs, static: HopperGradientStatic, start: jax.Array, used: jax.Array
+    tokens: Tokens, inputs: AttentionInputs, static: HopperGradientStatic, start: jax.Array, used: jax.Array
 ) -> dict[str, jax.Array]:
     arrays = _arrays(tokens, inputs, static, start, used)
     tiles = pl.cdiv(static.keys, static.tile)
     first = jnp.broadcast_to(jnp.arange(tiles) * static.tile, (static.batch, tiles))
     blocks = pl.cdiv(static.queries, SIDE)
-    found = query_sections(
-        first, first + static.tile - 1, start[:, None], used[:, None], static.window, SIDE, blocks
-    )
+    found = query_sections(first, first + static.tile - 1, start[:, None], used[:, None], static.window, SIDE, blocks)
     if inputs.query_segments is not None:
         ends = ends_of_blocks(inputs.key_segments, static.tile), ends_of_blocks(inputs.query_segments, SIDE)
         found = within_documents(found, *ends, whole_at_begin=True)
@@ -749,7 +766,7 @@ def _stacked(sections: Sections, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _of_distances(
-    tokens: tuple[jax.Array, ...], inputs: AttentionInputs, static: HopperGradientStatic, start: jax.Array, used: jax.Array
+    tokens: Tokens, inputs: AttentionInputs, static: HopperGradientStatic, start: jax.Array, used: jax.Array
 ) -> Float[Array, "H entries"]:
     """The gradients of all entries of a table [H, D] but the last."""
     found = diagonals(static.entries - 1, static.queries, static.keys, SIDE, inputs.window, inputs.start)
@@ -762,16 +779,12 @@ def _of_distances(
         start = start - behind
 
         def moved(x: jax.Array, fill: float = 0) -> jax.Array:
-            """An array [B or 1, ..., T] or [B, H, T, K] with as many tokens before the first as it moves on."""
-            axis = 2 if x.ndim > 2 else x.ndim - 1
-            x = jnp.pad(x, [(0, 0) if i != axis else (SIDE, 0) for i in range(x.ndim)], constant_values=fill)
+            """An array [B or 1, T] or [B, H, T, ...], moved on; `fill` is before and behind its tokens."""
+            axis = min(x.ndim - 1, 2)
+            x = jnp.pad(x, [(SIDE, SIDE) if i == axis else (0, 0) for i in range(x.ndim)], constant_values=fill)
             x = jnp.broadcast_to(x, (static.batch, *x.shape[1:]))
             length = static.queries + SIDE
-            slice_of = lambda one, at: jax.lax.dynamic_slice_in_dim(  # noqa: E731
-                jnp.pad(one, [(0, 0) if i != axis - 1 else (0, SIDE) for i in range(one.ndim)], constant_values=fill),
-                SIDE - at, length, axis - 1,
-            )
-            return jax.vmap(slice_of)(x, behind)
+            return jax.vmap(lambda one, at: jax.lax.dynamic_slice_in_dim(one, SIDE - at, length, axis - 1))(x, behind)
 
         query, key, value, d_out, logsumexp, inner = tokens
         tokens = moved(query), key, value, moved(d_out), moved(logsumexp, UNSEEN), moved(inner)
