@@ -18,6 +18,7 @@ from pe_lab.positional.rotation import fixed_point_frequencies
 QUICK = {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}  # gone by JAX 0.12
 # `JAX_PLATFORMS=cuda pytest tests/attention/test_gpu*.py` compiles the GPU kernels with Triton and runs them.
 INTERPRET = jax.default_backend() == "cpu"
+needs_hopper = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX has no interpreter for it before 0.11")
 interpreter_only = pytest.mark.skipif(not INTERPRET, reason="it looks into the interpreter")
 
 # Any two features occur together: most are rows, columns and wrapped diagonals of a square of features. Where one
@@ -54,6 +55,7 @@ class Case:
     rotation: str = ""  # shared, grouped, split
     distance_bias: int = 0  # entries of the table; larger distances have the last one
     key_bias: int = 0  # 1: one for all rows of the batch, B: one for each
+    soft_cap: float | None = None
     scale: float = 1.3
     seed: int = 0
 
@@ -144,6 +146,7 @@ def request(case: Case, garbage: bool = True) -> Request:
         distance_bias=None if distance_bias is None else jnp.asarray(distance_bias),
         key_bias=None if key_bias is None else jnp.asarray(key_bias),
         window=case.window,
+        soft_cap=case.soft_cap,
         chunk=32,
     )
     if frequencies is not None:
@@ -192,6 +195,8 @@ def weights(q, k, case, start, used, slope, segments, positions, frequencies, ga
     if frequencies is not None:
         k = _rotate(k, key_index, _per_head(frequencies, H), _per_head(gain, H))
     logits = np.einsum("bhtk,bhsk->bhts", q, k)
+    if case.soft_cap is not None:
+        logits = case.soft_cap * np.tanh(logits / case.soft_cap)
     distance = query_index[:, :, None] - key_index[:, None, :]
     far = distance if positions is None else positions[0][:, :, None] - positions[1][:, None, :]
     if slope is not None:
@@ -225,6 +230,9 @@ def gradients(case, q, k, v, p, inner, d_out, distance, far) -> KeyBlockGradient
     k, v = np.repeat(k, H // G, axis=1), np.repeat(v, H // G, axis=1)
     of_groups = lambda x: x.reshape(B, G, H // G, S, K).sum(2)  # noqa: E731
     d_logits = p * (np.einsum("bhtk,bhsk->bhts", d_out, v) - inner[..., None])
+    d_product = d_logits
+    if case.soft_cap is not None:
+        d_product = d_logits * (1 - np.tanh(np.einsum("bhtk,bhsk->bhts", q, k) / case.soft_cap) ** 2)
     d_distance_bias = d_key_bias = None
     if case.distance_bias:
         entry = _entry(distance, case.distance_bias)
@@ -235,8 +243,8 @@ def gradients(case, q, k, v, p, inner, d_out, distance, far) -> KeyBlockGradient
         d_key_bias = d_logits.sum(2)
         d_key_bias = d_key_bias if case.key_bias == B else d_key_bias.sum(0, keepdims=True)
     return KeyBlockGradients(
-        query=np.einsum("bhts,bhsk->bhtk", d_logits, k),
-        key=of_groups(np.einsum("bhts,bhtk->bhsk", d_logits, q)),
+        query=np.einsum("bhts,bhsk->bhtk", d_product, k),
+        key=of_groups(np.einsum("bhts,bhtk->bhsk", d_product, q)),
         value=of_groups(np.einsum("bhts,bhtk->bhsk", p, d_out)),
         slope=-(d_logits * far[:, None]).sum((0, 2, 3)) if case.slopes else None,
         distance_bias=d_distance_bias,
