@@ -22,7 +22,7 @@ ifneq ($(EXTRA)$(shell $(PY) -c '' 2>/dev/null && cat $(STAMP) 2>/dev/null),$(CU
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs wheel test test-slow test-ci test-all fuzz gauntlet mutants lint format coverage lock clean
+.PHONY: help setup demo docs wheel test test-hopper test-slow test-ci test-all fuzz gauntlet mutants lint format coverage lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -60,6 +60,26 @@ FAST_TESTS = $(PYTEST) --dist worksteal -m "not slow"
 test: $(STAMP) ## everything that is not slow (ARGS=... goes to pytest)
 	$(FAST_TESTS) $(ARGS)
 
+# The kernel for Hopper GPUs is interpreted by JAX 0.11 and later, which needs Python 3.12: an environment of its own, with
+# the locked releases of what these tests import. Where .venv has Python 3.12, `make test` runs them too.
+HOPPER := build/hopper
+HOPPER_PACKAGES := jax flax numpy scipy jaxtyping ml-collections etils fsspec tokamax pytest pytest-xdist hypothesis beartype
+HOPPER_TESTS := tests/attention/test_hopper.py tests/attention/test_hopper_gradient.py tests/attention/test_external.py
+PYTHONS := python3.12 $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python3)
+find-uv = uv=uv; uv --version >/dev/null 2>&1 || { uv=.venv/bin/uv; $$uv --version >/dev/null 2>&1 || $(PY) -m pip install -q uv; }
+
+$(HOPPER)/.installed: $(STAMP) requirements.lock
+	@for python in $(PYTHONS); do if $$python -c '' 2>/dev/null; then found=$$python; break; fi; done; \
+	if [ -z "$$found" ]; then \
+	  echo "error: the tests of the Hopper kernel need Python 3.12 (Debian, Ubuntu: apt-get install python3.12)" >&2; exit 2; \
+	fi; \
+	$(find-uv); rm -rf $(HOPPER) && $$uv venv -q --python $$found $(HOPPER) && \
+	$$uv pip install -q --compile-bytecode --python $(HOPPER)/bin/python --constraints requirements.lock $(HOPPER_PACKAGES)
+	@touch $@
+
+test-hopper: $(HOPPER)/.installed ## the kernel for Hopper GPUs, interpreted under Python 3.12; 4 minutes (ARGS=...)
+	$(HOPPER)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(HOPPER_TESTS) -k "not for_tpus" $(ARGS)
+
 # A file of slow tests shares fixtures: it stays with one worker. pytest-xdist hangs after it restarts a worker.
 SLOW_TESTS = $(PYTEST) --dist loadfile --max-worker-restart=0 -m slow
 
@@ -75,6 +95,7 @@ test-ci: $(STAMP) ## the slow tests of what changed, and others in rotation, as 
 
 test-all: $(STAMP) ## everything, by hand, before an issue is resolved; measures tests/slow_costs.json anew
 	$(FAST_TESTS)
+	$(MAKE) test-hopper
 	$(SLOW_TESTS) --store-durations --clean-durations --durations-path=tests/slow_costs.json
 
 fuzz: $(STAMP) ## damaged inputs for every reader of files, and a table (INPUTS=... SEED=...)
@@ -111,7 +132,7 @@ LOCK_ARGS := --quiet --universal --python-version 3.11 --fork-strategy requires-
 
 # The second lock has what the extra `gpu` adds: the CUDA packages of the JAX releases in the first.
 lock: $(STAMP) ## resolve requirements.lock and requirements-gpu.lock again (UPGRADE=1: to the newest releases)
-	@uv=uv; uv --version >/dev/null 2>&1 || { uv=.venv/bin/uv; $(PY) -m pip install --quiet uv; }; \
+	@$(find-uv); \
 	$$uv pip compile $(LOCK_ARGS) --extra test --extra aot pyproject.toml -o requirements.lock && \
 	$(PY) -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['gpu'], sep='\n')" | \
 	$$uv pip compile $(LOCK_ARGS) --constraints requirements.lock - -o requirements-gpu.lock

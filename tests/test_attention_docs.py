@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from pe_lab.attention import __main__ as attention_command
-from pe_lab.attention.__main__ import REQUESTS, capabilities, choices, main, markdown
+from pe_lab.attention.__main__ import REQUESTS, capabilities, choices, main, markdown, on_platform
+from pe_lab.attention.preferences import preference
 from pe_lab.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -19,8 +20,11 @@ PAGE = ROOT / "docs/attention.md"
 
 
 def choices_of_all() -> str:
-    columns = [choices(platform, 64, 8192) for platform in ("tpu", "gpu", "cpu")]
-    head = ("", *(f"{platform}, {mode}" for platform in ("TPU", "GPU", "CPU") for mode in ("evaluation", "training")))
+    columns = [choices(platform, 64, 8192) for platform in ("tpu", "h100", "a100", "cpu")]
+    head = (
+        "",
+        *(f"{platform}, {mode}" for platform in ("TPU", "H100", "A100", "CPU") for mode in ("evaluation", "training")),
+    )
     rows = [(rows[0][0], *(cell for row in rows for cell in row[1:])) for rows in zip(*columns, strict=True)]
     return markdown([head, *rows[1:]])
 
@@ -44,8 +48,19 @@ def test_choices_are_for_the_length_and_the_head_dim_that_are_asked_for(monkeypa
     asked = []
     monkeypatch.setattr(attention_command, "choose", lambda name, request: asked.append(request) or name)
     choices("tpu", 96, 777)
-    assert [request.length for request in asked[::2]] == [2**20 if name == "1M tokens" else 777 for name in REQUESTS]
-    assert {(request.platform, request.head_dim) for request in asked} == {("tpu", 96)}
+    lengths, channels = {"1M tokens": 2**20, "1,000 tokens": 1000}, {"heads of 256 channels": 256}
+    assert [request.length for request in asked[::2]] == [lengths.get(name, 777) for name in REQUESTS]
+    assert [request.head_dim for request in asked[::2]] == [channels.get(name, 96) for name in REQUESTS]
+    assert {(request.platform, request.capability) for request in asked} == {("tpu", 0.0)}
+
+
+def test_a_choice_comes_with_its_reasons(capsys):
+    assert main(["--platform=h100", "--why"]) == 0
+    said = capsys.readouterr().out
+    for row in {preference(request).requests for request in on_platform("h100", 64, 8192).values()}:
+        assert f"{row}: " in said
+    assert "measured, forward, 8,192 tokens: cudnn 420.5, pallas_gpu 286.9 TFLOP/s (benchmarks/results/h100/att" in said
+    assert "- an ALiBi layer: tokamax\n      cudnn has no slopes, which this layer needs\n" in said
 
 
 def test_a_place_is_filled_and_nothing_beside_it(tmp_path):

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pe_lab.analysis.analysis import Analysis
-from pe_lab.attention.capabilities import AttentionRequest
-from pe_lab.attention.dispatch import IMPLEMENTATIONS, layer_request, reasons_against
+from pe_lab.attention.capabilities import AttentionRequest, refusals
+from pe_lab.attention.dispatch import IMPLEMENTATIONS, layer_request
 from pe_lab.config import from_dict
 from pe_lab.errors import ConfigError
 from pe_lab.model import Model
@@ -34,7 +34,7 @@ HEADER = (
     "encoding", "hooks", "causal", "relative", "static", "exact under a cache", "packed = separate",
     "sharded = whole", "all parameters learn", "bfloat16 gradients", "kernels that train it", "parameters", "cost",
 )  # fmt: skip
-KERNELS = ("splash", "cudnn", "tokamax", "pallas_tpu", "pallas_gpu", "chunked", "dense", "reference")
+KERNELS = ("splash", "cudnn", "tokamax", "pallas_tpu", "pallas_gpu", "pallas_hopper", "chunked", "dense", "reference")
 EXAMPLES = {"function": {"name": "pe_lab.positional:apply_p_rope", "settings": (("rope_percentage", 0.75),)}}
 FURTHER = ("selective_rope:convolution=4",)  # which computes with earlier tokens
 MARKERS = "<!-- checked -->\n", "<!-- end of checked -->"
@@ -71,11 +71,9 @@ def kernels_of(layer: Layer) -> list[str]:
     found = []
     structure = build_schedule((layer,), 8, 4, 64).structure[0]
     for name in KERNELS:
-        platforms = IMPLEMENTATIONS[name].capabilities.platforms
-        # Whether a package is installed here says nothing about the encoding.
+        able = IMPLEMENTATIONS[name].capabilities
         one: AttentionRequest = layer_request(structure, (8, 4, 64), "bfloat16", 4096, backward=True, partial=False)
-        against = reasons_against(name, one._replace(platform=platforms[0]))
-        if not [reason for reason in against if "installed" not in reason and "does not work with" not in reason]:
+        if not refusals(able, one._replace(platform=able.platforms[0], capability=9.0)):
             found.append(name)
     return found
 

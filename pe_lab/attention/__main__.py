@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import jax
 
 from pe_lab.attention.capabilities import FEATURES, AttentionRequest
-from pe_lab.attention.dispatch import IMPLEMENTATIONS, choose, preference, reasons_against
+from pe_lab.attention.dispatch import IMPLEMENTATIONS, choose, reasons_against
+from pe_lab.attention.preferences import preference
 from pe_lab.errors import ConfigError, UnsupportedError
 from pe_lab.parallel import compute_capability, hide_absent_tpu
 from pe_lab.terminal import argument_parser, bounded, command, positive, table

@@ -18,7 +18,6 @@ from pe_lab.positional.rotation import fixed_point_frequencies
 QUICK = {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}  # gone by JAX 0.12
 # `JAX_PLATFORMS=cuda pytest tests/attention/test_gpu*.py` compiles the GPU kernels with Triton and runs them.
 INTERPRET = jax.default_backend() == "cpu"
-needs_hopper = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX has no interpreter for it before 0.11")
 interpreter_only = pytest.mark.skipif(not INTERPRET, reason="it looks into the interpreter")
 
 # Any two features occur together: most are rows, columns and wrapped diagonals of a square of features. Where one

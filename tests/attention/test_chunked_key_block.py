@@ -23,10 +23,11 @@ FEATURES = {
     "few": dict(T=3, start=(-1, 130)),
     "distance bias": dict(distance_bias=90),
     "key bias": dict(key_bias=2),
+    "soft cap": dict(soft_cap=1.5, scale=3.0),
 }
 
 
-@pytest.mark.parametrize("names", [(), *LINES], ids=" ".join)
+@pytest.mark.parametrize("names", [(), *LINES, ("soft cap", "slopes", "segments", "used")], ids=" ".join)
 def test_features_together(names):
     changes = {name: value for feature in names for name, value in FEATURES[feature].items()}
     asked = request(dataclasses.replace(BASE, **changes))
@@ -40,11 +41,16 @@ def test_features_together(names):
 
 @pytest.mark.parametrize(
     "names",
-    [("distance bias", "window", "segments"), ("key bias", "slopes", "positions"), ("distance bias", "key bias")],
+    [
+        ("distance bias", "window", "segments"),
+        ("key bias", "slopes", "positions"),
+        ("distance bias", "key bias"),
+        ("soft cap", "distance bias", "slopes"),
+    ],
     ids=" ".join,
 )
 def test_gradients_together(names):
-    """Of queries, keys, values, slopes and both biases, from one block of keys; 2 s in all."""
+    """Of queries, keys, values, slopes and both biases, from one block of keys; 3 s in all."""
     changes = {name: value for feature in names for name, value in FEATURES[feature].items()}
     asked = request(dataclasses.replace(BASE, start=(75, 75), **changes))
     inputs = dataclasses.replace(asked.inputs, chunk=32)

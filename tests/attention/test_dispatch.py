@@ -1,18 +1,22 @@
 """The choice of an implementation, the refusals, and their messages."""
 
 import dataclasses
+import itertools
+import json
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hooked import FEATURE_OF, Function, Sink, Table, hooked
 
-from pe_lab.attention import IMPLEMENTATIONS, LayerEncoding, attention
+from pe_lab.attention import IMPLEMENTATIONS, LayerEncoding, attention, dispatch
 from pe_lab.attention.bias import PositionBias
 from pe_lab.attention.capabilities import FEATURES, AttentionRequest, Capabilities, refusals
-from pe_lab.attention.dispatch import choose, layer_request, order
+from pe_lab.attention.dispatch import choose, layer_request
 from pe_lab.attention.kernels import external
 from pe_lab.attention.key_block import AttentionInputs
+from pe_lab.attention.preferences import PREFERENCES, preference
 from pe_lab.errors import UnsupportedError, UserError
 from pe_lab.positional import LayerStructure
 
@@ -66,7 +70,8 @@ def test_auto_skips_implementations_that_cannot_serve_the_request(monkeypatch):
 
 
 TPU = AttentionRequest(platform="tpu", length=8192)
-GPU = AttentionRequest(platform="gpu", length=8192)
+GPU = AttentionRequest(platform="gpu", length=8192, capability=9.0)
+A100 = GPU._replace(capability=8.0)
 
 
 @pytest.mark.parametrize(
@@ -88,40 +93,100 @@ GPU = AttentionRequest(platform="gpu", length=8192)
         (GPU, "cudnn"),
         (GPU._replace(backward=True, needs=frozenset({"windows"})), "cudnn"),
         (GPU._replace(dtype="float32"), "pallas_gpu"),
-        (GPU._replace(head_dim=256), "pallas_gpu"),
-        (GPU._replace(needs=frozenset({"segments"})), "pallas_gpu"),
-        (GPU._replace(needs=frozenset({"segments"}), backward=True), "pallas_gpu"),
+        (GPU._replace(head_dim=256), "cudnn"),
+        (A100._replace(head_dim=256), "pallas_gpu"),
+        (GPU._replace(length=1000), "pallas_gpu"),
+        (GPU._replace(needs=frozenset({"segments"})), "tokamax"),
+        (GPU._replace(needs=frozenset({"segments"}), backward=True), "tokamax"),
+        (A100._replace(needs=frozenset({"segments"}), backward=True), "pallas_gpu"),
+        (GPU._replace(needs=frozenset({"slopes"})), "tokamax"),
+        (GPU._replace(needs=frozenset({"slopes"}), length=2**18), "pallas_gpu"),
+        (GPU._replace(needs=frozenset({"slopes"}), backward=True), "pallas_gpu"),
+        (GPU._replace(needs=frozenset({"soft cap"}), backward=True), "tokamax"),
+        (GPU._replace(needs=frozenset({"soft cap", "slopes"})), "pallas_hopper"),
+        (A100._replace(needs=frozenset({"soft cap"})), "chunked"),
         (GPU._replace(needs=frozenset({"distance bias"}), backward=True), "pallas_gpu"),
-        (GPU._replace(split_heads=True), "pallas_gpu"),
-        (GPU._replace(head_dim=20), "chunked"),
+        (GPU._replace(split_heads=True), "cudnn"),
+        (GPU._replace(split_heads=True, length=2**20), "pallas_gpu"),
+        (GPU._replace(head_dim=20), "tokamax"),
+        (A100._replace(head_dim=20), "chunked"),
         (AttentionRequest(length=8192), "chunked"),
         (AttentionRequest(length=512), "dense"),
     ],
 )
-def test_auto_takes_the_fastest_that_can(asked, chosen, monkeypatch):
-    monkeypatch.setattr(external, "why_no_tokamax", lambda: "is not installed")
+def test_auto_takes_the_fastest_that_can(asked, chosen):
     assert choose("auto", asked) == chosen
 
 
-@pytest.mark.parametrize(
-    ("asked", "chosen"),
-    [
-        (GPU, "cudnn"),
-        (GPU._replace(head_dim=20), "tokamax"),
-        (GPU._replace(head_dim=20, needs=frozenset({"windows"}), backward=True), "tokamax"),
-        (GPU._replace(head_dim=20, needs=frozenset({"segments"})), "chunked"),
-    ],
-)
-def test_auto_takes_tokamax_where_there_is_one_and_cudnn_cannot(asked, chosen, monkeypatch):
-    monkeypatch.setattr(external, "why_no_tokamax", lambda: "")
-    assert choose("auto", asked) == chosen
+@pytest.mark.parametrize("installed", [None, "0.0.12", "0.0.17"])
+def test_auto_takes_what_this_machine_has(installed, monkeypatch):
+    monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
+    monkeypatch.setattr(external.importlib.util, "find_spec", lambda name: installed)
+    monkeypatch.setattr(external.importlib.metadata, "version", lambda name: installed)
+    asked = GPU._replace(needs=frozenset({"segments"}))
+    assert choose("auto", asked) == ("tokamax" if installed == "0.0.17" else "pallas_gpu")
+    if installed != "0.0.17":
+        with pytest.raises(UserError, match="'tokamax' is not installed|'tokamax' 0.0.12 is too old"):
+            choose("tokamax", asked)
+    monkeypatch.setattr(dispatch.jax, "__version_info__", (0, 10, 2))
+    with pytest.raises(UserError, match="'pallas_hopper' needs JAX 0.11 or later"):
+        choose("pallas_hopper", asked)
+
+
+# Requests that together need every row of the table.
+REACHING = [
+    one._replace(length=length, split_heads=split)
+    for one in (AttentionRequest(), TPU, GPU)
+    for length in (100, 1000, 10_000, 10**6)
+    for split in (False, True)
+]
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
+PARTS = {"forward": "forward", "gradient": "forward and backward"}
+
+
+def measured() -> dict[tuple[str, str, bool], tuple[AttentionRequest, dict[str, float]]]:
+    """TFLOP/s of the implementations that served the same request, by file, case and whether heads rotate apart."""
+    found = {}
+    for path in sorted(RESULTS.glob("h*00/attention.json")):
+        result = json.loads(path.read_text())
+        capability = {"NVIDIA H100 80GB HBM3": 9.0, "NVIDIA H200": 9.0}[result["machine"]["device"]]
+        for part, name in PARTS.items():
+            for one in result.get(part, []):
+                case, numbers = one["case"], one["numbers"]
+                asked = AttentionRequest(
+                    platform="gpu", capability=capability, head_dim=case["K"], dtype=case["dtype"], length=case["T"],
+                    backward=part != "forward",
+                )  # fmt: skip
+                for apart, ending in ((False, ""), (True, ", heads rotate differently")):
+                    speeds = {i: numbers[i + ending] for i in IMPLEMENTATIONS if numbers.get(i + ending)}
+                    if speeds:
+                        label = f"{name}, {case['T']:,} tokens{ending}"
+                        source = str(path.relative_to(RESULTS))
+                        found[source, label, apart] = asked._replace(split_heads=apart), speeds
+    return found
+
+
+def test_auto_follows_the_measurements():
+    assert len(measured()) >= 9
+    for case, (asked, speeds) in measured().items():
+        assert speeds[choose("auto", asked)] >= 0.98 * max(speeds.values()), case
+
+
+def test_the_table_has_the_measured_numbers():
+    everything = {(source, label): speeds for (source, label, _), (_, speeds) in measured().items()}
+    for row in PREFERENCES:
+        assert bool(row.source) == bool(row.measured)
+        for label, speeds in row.measured.items():
+            assert speeds == {name: pytest.approx(x, abs=0.06) for name, x in everything[row.source, label].items()}
 
 
 def test_every_platform_has_an_order_of_its_implementations():
     for platform in ("cpu", "gpu", "tpu"):
         here = {name for name, one in IMPLEMENTATIONS.items() if platform in one.capabilities.platforms}
-        for split in (False, True):
-            assert set(order(AttentionRequest(platform=platform, split_heads=split), 512)) == here
+        for split, length in itertools.product((False, True), (100, 1000, 10_000, 10**6)):
+            row = preference(AttentionRequest(platform=platform, split_heads=split, length=length))
+            assert sorted(row.order) == sorted(here)
+    assert {row.requests for row in PREFERENCES} == {row.requests for row in map(preference, REACHING)}
 
 
 @pytest.mark.parametrize(
@@ -133,6 +198,16 @@ def test_every_platform_has_an_order_of_its_implementations():
             "'splash' runs on tpu, and this is for cpu. Choose one of auto, reference, dense, chunked",
         ),
         ("cudnn", GPU._replace(head_dim=20), "'cudnn' takes heads of .*, and these have 20. Choose one of auto, ref"),
+        (
+            "cudnn",
+            A100._replace(head_dim=256),
+            "takes heads of multiples of 8 up to 128 .*256 from compute capability 9",
+        ),
+        ("pallas_hopper", A100, "'pallas_hopper' needs compute capability 9.0 .H100, H200., and this GPU has 8.0"),
+        ("pallas_hopper", GPU._replace(capability=10.0), "and this GPU has 10.0"),
+        ("tokamax", GPU._replace(needs=frozenset({"slopes"}), backward=True), "'tokamax' has no gradient with slopes"),
+        ("tokamax", GPU._replace(needs=frozenset({"soft cap", "key bias"})), "adds biases before a soft cap"),
+        ("tokamax", GPU._replace(needs=frozenset({"slopes"}), length=10**6), "slopes for at most 131,072 tokens"),
         ("pallas_gpu", GPU._replace(head_dim=20), "takes heads of 32 to 256, in steps of 16 channels, and these have"),
         ("cudnn", GPU._replace(dtype="float32"), "'cudnn' computes in .*, and this is float32"),
         ("pallas_tpu", TPU._replace(needs=frozenset({"position bias"})), "'pallas_tpu' has no position bias, which"),
@@ -158,11 +233,12 @@ def test_implementations_honour_the_features_in_the_table(name, feature):
         "slopes": dict(encoding=LayerEncoding(slope=jnp.linspace(0.1, 1, 4))),
         "segments": dict(encoding=LayerEncoding(), segments=jnp.asarray([[1] * 9 + [2] * 12])),
         "windows": dict(encoding=LayerEncoding(), window=4),
+        "soft cap": dict(encoding=LayerEncoding(), soft_cap=0.3),
         **{of: dict(encoding=hooked(one), x=draw(1, T, 8, seed=9)) for one, of in FEATURE_OF.items()},
     }[feature]
     if feature not in IMPLEMENTATIONS[name].capabilities.honours:
-        assert (name, feature) == ("dense", "logit functions")
-        with pytest.raises(UnsupportedError, match="'dense' has no logit functions"):
+        assert name == "dense" and feature in ("logit functions", "soft cap")
+        with pytest.raises(UnsupportedError, match=f"'dense' has no {feature}"):
             attention(q, k, v, implementation=name, **settings)
         return
     out = attention(q, k, v, implementation=name, chunk=8, **settings)
@@ -192,7 +268,8 @@ def test_a_kernel_refuses_a_function_itself():
 def test_the_request_of_a_layer(structure, features):
     request = layer_request(structure, (4, 2, K), "float32", T, backward=True)
     needs = frozenset(features.pop("needs", ()))
-    assert request == AttentionRequest(needs, "cpu", K, "float32", T, backward=True, **features)
+    wanted = AttentionRequest(needs, "cpu", head_dim=K, dtype="float32", length=T, backward=True)
+    assert request == wanted._replace(**features)
 
 
 def test_capabilities_name_features_that_exist():

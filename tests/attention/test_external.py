@@ -1,15 +1,16 @@
 """Attention kernels of external packages: their results, or their arguments, are those of the reference."""
 
 import functools
+import inspect
 import re
 import sys
-import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pe_lab.attention.capabilities import AttentionRequest
 from pe_lab.attention.kernels import external
 from pe_lab.attention.kernels.external import (
     CUDNN,
@@ -39,11 +40,11 @@ def documents(T: int, B: int = 2) -> jax.Array:
     return jnp.asarray(np.where(ids == 4, 0, ids), jnp.int32)
 
 
-@functools.partial(jax.jit, static_argnames=("attend", "window"))
-def evaluate(attend, q, k, v, segments=None, window=None):
+@functools.partial(jax.jit, static_argnames=("attend", "window", "soft_cap"))
+def evaluate(attend, q, k, v, segments=None, window=None, soft_cap=None):
     """Outputs, and the gradients of a random sum of them."""
     direction = jax.random.normal(jax.random.key(1), q.shape)
-    inputs = AttentionInputs(query_segments=segments, key_segments=segments, window=window)
+    inputs = AttentionInputs(query_segments=segments, key_segments=segments, window=window, soft_cap=soft_cap)
 
     def loss(q, k, v):
         out = attend(scaled(q, jnp.float32(1.3 * q.shape[-1] ** -0.5)), k, v, inputs)
@@ -188,11 +189,11 @@ def test_cudnn_is_asked_for_the_reference(T, window):
     compare(by_xla, qkv(T), window=window)
 
 
-def _lowered_for_cuda(monkeypatch, window):
+def _lowered_for_cuda(monkeypatch, window, K=64):
     from jax._src.cudnn import fused_attention_stablehlo
 
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91800)
-    arrays = [jax.ShapeDtypeStruct((2, 131, n, 64), jnp.bfloat16) for n in (4, 2, 2)]
+    arrays = [jax.ShapeDtypeStruct((2, 131, n, K), jnp.bfloat16) for n in (4, 2, 2)]
 
     def loss(q, k, v):
         return cudnn_attention(q, k, v, AttentionInputs(window=window)).astype(jnp.float32).sum()
@@ -212,60 +213,86 @@ def test_the_call_of_cudnn_has_causality_and_the_window(monkeypatch, window):
     assert lengths == {window or 0}
 
 
+def test_cudnn_takes_heads_of_256_channels_on_hopper(monkeypatch):
+    """JAX asks the first GPU for its compute capability."""
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    assert CUDNN.head_dims(256, 9.0) and CUDNN.head_dims(136, 10.0)
+    assert not CUDNN.head_dims(136, 8.0) and not CUDNN.head_dims(264, 9.0)
+    monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda capability: True)
+    calls = re.findall(r"@__cudnn\$(\w+)\(", _lowered_for_cuda(monkeypatch, None, K=256))
+    assert sorted(calls) == ["fmhaSoftmax", "fmhaSoftmaxBackward"]
+
+
+def test_jax_has_no_public_packing_for_cudnn():
+    """Documents by cuDNN's offsets are in `jax._src` alone. Where this fails, they can serve packed documents.
+
+    Test grouped queries first, whose gradients they had wrong (github.com/jax-ml/jax/issues/39521).
+    """
+    assert not [name for name in inspect.signature(jax.nn.dot_product_attention).parameters if "offset" in name]
+
+
 # --- tokamax ---------------------------------------------------------------------------------------------------------
 
-
-@pytest.fixture
-def stand_in(monkeypatch):
-    """Replaces tokamax, whose signature extends that of `jax.nn`; lists its calls."""
-    asked = []
-
-    def attend(q, k, v, *, implementation, **settings):
-        asked.append(dict(shape=q.shape, implementation=implementation))
-        return jax.nn.dot_product_attention(q, k, v, implementation="xla", **settings)
-
-    monkeypatch.setitem(sys.modules, "tokamax", types.SimpleNamespace(dot_product_attention=attend))
-    jax.clear_caches()
-    return asked
-
-
-SLOW = [pytest.param(33, None, marks=pytest.mark.slow), pytest.param(129, 1000, marks=pytest.mark.slow)]
-
-
-@pytest.mark.parametrize("T, window", [(129, 7), *SLOW])
-def test_tokamax_is_asked_for_the_reference(stand_in, T, window):
-    compare(tokamax_attention, qkv(T), window=window)
-    assert stand_in[0]["shape"][1] % 128 == 0
-
-
-def test_tokamax_never_uses_a_quadratic_implementation(stand_in):
-    q, k, v = qkv(33)
-
-    def asked(**settings):
-        tokamax_attention(q, k, v, AttentionInputs(**settings))
-        return stand_in[-1]["implementation"]
-
-    assert asked() == asked(window=33) == ("mosaic_gpu", "triton")
-    assert asked(window=8) == ("mosaic_gpu",)
-
-
-@pytest.mark.parametrize("implementation", ["xla", "xla_chunked"])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param({}, marks=pytest.mark.slow),
-        dict(window=7),
-        pytest.param(dict(window=1), marks=pytest.mark.slow),
-    ],
-    ids=str,
+by_tokamax = functools.partial(tokamax_attention, implementation="xla")
+needs_tokamax = pytest.mark.skipif(
+    bool(external.why_no_tokamax(AttentionRequest(), here=True)), reason="tokamax 0.0.17 needs Python 3.12"
 )
-def test_tokamax_itself_is_the_reference(implementation, settings):
-    pytest.importorskip("tokamax")
-    compare(functools.partial(tokamax_attention, implementation=(implementation,)), qkv(129), **settings)
+
+
+@needs_tokamax
+@pytest.mark.parametrize("T, window, segments", [(1, None, False), (129, 7, False), (129, None, True), (200, 50, True)])
+@pytest.mark.parametrize("more", [{}, {"soft_cap": 0.7}], ids=str)
+def test_tokamax_is_asked_for_the_reference(T, window, segments, more):
+    """With gradients, documents and windows, by tokamax's own XLA."""
+    compare(by_tokamax, qkv(T), window=window, segments=documents(T) if segments else None, **more)
+
+
+@needs_tokamax
+@pytest.mark.parametrize("segments", [False, True])
+@pytest.mark.parametrize("of", [("slope",), ("slope", "positions"), ("key_bias",), ("slope", "key_bias")], ids=" ".join)
+def test_tokamax_adds_biases_of_keys(of, segments):
+    """ALiBi's penalty without the part of the query, which cancels in the softmax."""
+    T, H = 150, 4
+    rng = np.random.default_rng(0)
+    positions = jnp.asarray(np.sort(rng.integers(0, 900, (2, T)), axis=1), jnp.int32) if "positions" in of else None
+    ids = documents(T) if segments else None
+    inputs = AttentionInputs(
+        slope=jnp.asarray([0.5, 0.25, 0.1, 0.01]) if "slope" in of else None,
+        key_bias=jnp.asarray(rng.standard_normal((1, H, T)), jnp.float32) if "key_bias" in of else None,
+        query_positions=positions,
+        key_positions=positions,
+        query_segments=ids,
+        key_segments=ids,
+    )
+    arrays = qkv(T)
+    np.testing.assert_allclose(by_tokamax(*arrays, inputs), reference_attention(*arrays, inputs), atol=3e-5)
+
+
+@needs_tokamax
+def test_tokamax_has_no_array_of_all_pairs():
+    """What its kernel is asked for, beside queries, keys and values, is linear in the length."""
+    from tokamax._src.ops.attention import api
+
+    asked = {}
+
+    def kernel(q, k, v, **settings):
+        asked.update(settings)
+        return q
+
+    T = 4096
+    ids, slope = jnp.zeros((2, T), jnp.int32), jnp.ones(4)
+    inputs = AttentionInputs(query_segments=ids, key_segments=ids, slope=slope, window=100)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api, "IMPLEMENTATIONS", {"mosaic_gpu": kernel})
+        tokamax_attention(*(jnp.zeros((2, T, n, 16)) for n in (4, 2, 2)), inputs)
+    assert asked["mask"].k_start.shape == (2, 1, T) and asked["mask"].bool_mask is None
+    assert asked["bias"].shape == (1, 4, 1, T)
 
 
 def test_without_tokamax_the_error_says_how_to_install_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "tokamax", None)
+    for name in ("tokamax", "tokamax._src.ops.attention.api", "tokamax._src.ops.attention.base"):
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UserError, match="pip install tokamax"):
         tokamax_attention(*qkv(4), AttentionInputs())
 
@@ -274,9 +301,11 @@ def test_without_tokamax_the_error_says_how_to_install_it(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "attend, capabilities", [(interpreted, SPLASH), (by_xla, CUDNN), (tokamax_attention, TOKAMAX)], ids="sct"
+    "attend, capabilities",
+    [(interpreted, SPLASH), (by_xla, CUDNN), pytest.param(by_tokamax, TOKAMAX, marks=needs_tokamax)],
+    ids="sct",
 )
-def test_only_features_that_are_not_honoured_are_refused(attend, capabilities, stand_in):
+def test_only_features_that_are_not_honoured_are_refused(attend, capabilities):
     q, k, v = qkv(5)
     segments = jnp.ones((2, 5), jnp.int32)
     requests = {
@@ -286,6 +315,7 @@ def test_only_features_that_are_not_honoured_are_refused(attend, capabilities, s
         "distance bias": AttentionInputs(distance_bias=jnp.ones((4, 5))),
         "key bias": AttentionInputs(key_bias=jnp.ones((1, 4, 5))),
         "sinks": AttentionInputs(sink=jnp.ones(4)),
+        "soft cap": AttentionInputs(soft_cap=5.0),
     }
     assert capabilities.honours <= requests.keys()
     for name, inputs in requests.items():

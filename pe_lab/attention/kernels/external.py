@@ -150,13 +150,13 @@ def tokamax_attention(
     return out[:, :T]
 
 
-def why_no_tokamax(request: AttentionRequest) -> str:
-    """Why tokamax cannot serve a request on this machine, beside its capabilities; "" if it can."""
-    if importlib.util.find_spec("tokamax") is None:
+def why_no_tokamax(request: AttentionRequest, here: bool) -> str:
+    """Why tokamax cannot serve a request, beside its capabilities; "" if it can. `here`: on this machine."""
+    if here and importlib.util.find_spec("tokamax") is None:
         return "is not installed (pip install tokamax; Python 3.12 or later)"
-    version = tuple(int(part) for part in importlib.metadata.version("tokamax").split(".")[:3])
-    if version < (0, 0, 17):
-        return f"{'.'.join(map(str, version))} is too old: 0.0.17 or later is needed (Python 3.12 or later)"
+    version = importlib.metadata.version("tokamax") if here else ""
+    if here and tuple(int(part) for part in version.split(".")[:3]) < (0, 0, 17):
+        return f"{version} is too old: 0.0.17 or later is needed (Python 3.12 or later)"
     if "soft cap" in request.needs and request.needs & {"slopes", "key bias"}:
         return "adds biases before a soft cap, and this layer after it"
     if "slopes" in request.needs and request.length > SLOPES_UP_TO:

@@ -1,17 +1,17 @@
-"""pe_lab's attention kernel for Hopper GPUs (Pallas, compiled by Mosaic GPU): flash attention with positional encodings.
+"""pe_lab's attention kernel for Hopper GPUs (Pallas, compiled by Mosaic GPU): flash attention with encodings.
 
-One kernel serves whole sequences, chunks of a prompt against a KV cache, single tokens (decoding) and the key blocks of
-a ring, as the Triton kernel in `gpu.py` does, which it is to replace. A program is three warpgroups. Two have a block of
-queries each and compute: while one is in the softmax of a block of keys, the other's products are in the tensor cores,
-for which they take turns (Shah et al. 2024, FlashAttention-3). The third one copies: blocks of keys and values, with what
-belongs to them (segments, positions, biases, the part of a table by distance that the block needs), arrive in slots of
-shared memory, each with a barrier that says that they are there and one that says that the slot is free. Where keys are
+One kernel serves whole sequences, chunks of a prompt against a KV cache, single tokens (decoding) and the key blocks
+of a ring, as the Triton kernel in `gpu.py` does, which it is to replace. A program is three warpgroups. Two have a
+block of queries each and compute: while one is in the softmax of a block of keys, the other's products are in the
+tensor cores, for which they take turns (Shah et al. 2024, FlashAttention-3). The third one copies: blocks of keys and
+values, with what belongs to them (segments, positions, biases, the part of a table by distance that the block needs),
+arrive in slots of shared memory, each with a barrier for "it is there" and one for "the slot is free". Where keys are
 rotated inside, the third warpgroup rotates the block that has arrived while the next one is on its way.
 
 Without a dynamic start, end or document, a program computes which blocks it sees; otherwise XLA has done so before
 (`sections.py`), and blocks of other documents are skipped. Blocks in which every query sees every key have no mask. If
-there are few queries, those of the heads that share a key head are stacked in one block, and several programs share the
-visible keys.
+there are few queries, those of the heads that share a key head are stacked in one block, and several programs share
+the visible keys.
 
 What a warpgroup holds fits into 168 registers a thread up to 128 channels: JAX's CUDA wheels compile Mosaic kernels by
 libnvJitLink, with which ptxas ignores `setmaxnreg`. With more channels, sums spill (docs/attention.md).
