@@ -4,12 +4,13 @@ and in memory.
     python -m benchmarks.attention --peer-python=/path/to/venv/bin/python     # what this machine is for
     python -m benchmarks.attention --tiny --ours-only                         # a GPU's parts, interpreted: do they run?
 
-Parts on a GPU: `forward`, TFLOP/s of whole texts; `backward`, of training; `decode`, bytes/s of the cache that one
-query reads; `gradient`, forward and backward pass of pe_lab's kernel, with and without a bias by distance; `train`, the
-step of configs/drope_16b.py's model. On a CPU: `speed`, `memory`, `learned`: both with a learned bias by distance, and
-`kernels`: are ours, interpreted, right? All sides get the same arrays; before anything is timed, outputs of some
-queries are compared with a reference in float64, and what is off is not timed (exit status 1). Sides take turns. The
-peer is torch in a process of its own (another Python, perhaps: `--peer-python`, or the environment's PE_LAB_PEER).
+Parts on a GPU: `features`, every feature on all that honour it, forward and with gradients; `forward`, TFLOP/s of whole
+texts; `backward`, of training; `decode`, bytes/s of the cache that one query reads; `gradient`, forward and backward
+pass of pe_lab's kernel, with and without a bias by distance; `train`, the step of configs/drope_16b.py's model. On a
+CPU: `speed`, `memory`, `learned`: both with a learned bias by distance, and, asked for alone, `kernels`: are ours,
+interpreted, right? All sides get the same arrays; before anything is timed, outputs of some queries are compared with a
+reference in float64, and what is off is not timed (exit status 1). Sides take turns. The peer is torch in a process of
+its own (another Python, perhaps: `--peer-python`, or the environment's PE_LAB_PEER).
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ if platforms is None:
     os.environ.pop("JAX_PLATFORMS", None)  # `train_step.py` says cpu; JAX has read it before, the peer has not
 
 import attention_cpu
+import attention_features
 import attention_gradient
 import attention_kernels as kernels
 import attention_learned
@@ -57,7 +59,7 @@ from pe_lab.parallel import keep_freed_memory, start_processes
 from pe_lab.terminal import command
 
 PARTS = {
-    "gpu": ("forward", "backward", "gradient", "decode", "train"),
+    "gpu": ("features", "forward", "backward", "gradient", "decode", "train"),
     "cpu": ("speed", "memory", "learned", "kernels"),
 }
 LENGTHS = {"gpu": (2048, 4096, 8192, 16384, 32768, 65536, 131072), "cpu": (512, 1024, 2048, 4096, 8192)}
@@ -65,6 +67,7 @@ SMALL = 1000  # tokens of a text whose queries are all compared; no multiple of 
 CACHES = [(B, S) for S in (8192, 32768, 131072) for B in (1, 8)]
 TRAINED = (1024, 4096)
 GRADIENTS = (2048, 8192, 32768)
+FEATURES_AT = (8192, 32768)
 BACKWARD_UP_TO = 4096  # tokens, on a CPU
 
 
@@ -123,6 +126,14 @@ def accelerator(args: argparse.Namespace, plan: Plan, report: Report, python: st
         def texts(lengths: Sequence[int], K: int = K) -> list[Case]:
             return [Case(max(1, tokens // T), T, T, H, G, K, "bfloat16") for T in lengths]
 
+        if "features" in args.parts:
+            small = Case(1, 96 if tiny else SMALL, 96 if tiny else SMALL, H, G, K, "bfloat16")
+            for case in texts((96,)) if tiny else [small, *texts(FEATURES_AT)]:
+                # Short and long sequences with what most layers have; one length for the rest.
+                names = list(attention_features.FEATURES)
+                chosen = names if tiny or FEATURES_AT[0] == case.T else names[:2]
+                results = attention_features.features(case, small, plan, chosen)
+                report.add("features", results, attention_features.table_of(results))
         if "forward" in args.parts:
             small = Case(1, SMALL, SMALL, H, G, K, "bfloat16")
             results = []
@@ -216,7 +227,7 @@ def complete(args: argparse.Namespace, platform: str) -> None:
     if args.tiny and platform != "cpu":
         raise UserError("--tiny interprets kernels on a CPU: run it with JAX_PLATFORMS=cpu.")
     kind = "gpu" if args.tiny else platform
-    args.parts = args.parts.split(",") if args.parts else PARTS[kind]
+    args.parts = args.parts.split(",") if args.parts else [part for part in PARTS[kind] if part != "kernels"]
     for part in args.parts:
         if part not in PARTS[kind]:
             raise UserError(f"--parts={part} is not for a {kind}. {did_you_mean(part, PARTS[kind])}")
@@ -264,7 +275,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     start_processes()
     platform = jax.default_backend()
     complete(args, platform)
-    name = "tiny" if args.tiny else "learned" if args.parts == ["learned"] else platform
+    alone = args.parts[0] if len(args.parts) == 1 else ""
+    name = "tiny" if args.tiny else alone if alone in ("learned", "kernels") else platform
     place = Place(args.write, name) if args.write else None
     python = None if args.ours_only else find_peer_python(args.peer_python)
     plan = Plan(args.rounds, turn=0.05 if platform == "gpu" else 0.3, only=args.only)

@@ -7,6 +7,7 @@ tokamax.
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -23,9 +24,13 @@ from pe_lab.attention.chunked import chunked_key_block
 from pe_lab.attention.dispatch import choose
 from pe_lab.attention.kernels.external import cudnn_attention, tokamax_attention
 from pe_lab.attention.kernels.gpu import gpu_key_block
+from pe_lab.attention.kernels.gpu_gradient import gpu_key_block_gradient
+from pe_lab.attention.kernels.hopper import hopper_key_block
+from pe_lab.attention.kernels.hopper_gradient import hopper_key_block_gradient
 from pe_lab.attention.kernels.tpu import tpu_key_block
+from pe_lab.attention.kernels.tpu_gradient import tpu_key_block_gradient
 from pe_lab.attention.key_block import AttentionInputs, Pair, scaled, whole_sequence
-from pe_lab.parallel import platform
+from pe_lab.parallel import compute_capability, platform
 from pe_lab.positional import alibi_slopes, rotate, rotation_tables
 from pe_lab.positional.rotation import fixed_point_frequencies
 
@@ -51,15 +56,23 @@ class Entry(NamedTuple):
 
 def runs(tiny: bool) -> dict[str, Run]:
     """The implementations that an accelerator has, by name, as `Implementation.run`."""
+    names = [OURS, "pallas_hopper", "cudnn", "tokamax", "chunked"]
+    if jax.__version_info__ < (0, 11):
+        names.remove("pallas_hopper")
+    if importlib.util.find_spec("tokamax") is None:
+        names.remove("tokamax")
     if not tiny:
-        return {name: IMPLEMENTATIONS[name].run for name in (OURS, "cudnn", "tokamax", "chunked")}
-    return {
-        OURS: whole_sequence(Pair(functools.partial(gpu_key_block, interpret=True), None)),
-        "pallas_tpu": whole_sequence(Pair(functools.partial(tpu_key_block, interpret=True), None)),
+        return {name: IMPLEMENTATIONS[name].run for name in names}
+    interpreted = functools.partial(functools.partial, interpret=True)
+    made = {
+        OURS: whole_sequence(Pair(interpreted(gpu_key_block), interpreted(gpu_key_block_gradient))),
+        "pallas_hopper": whole_sequence(Pair(interpreted(hopper_key_block), interpreted(hopper_key_block_gradient))),
+        "pallas_tpu": whole_sequence(Pair(interpreted(tpu_key_block), interpreted(tpu_key_block_gradient))),
         "cudnn": functools.partial(cudnn_attention, implementation="xla"),
-        "tokamax": functools.partial(tokamax_attention, implementation=("xla",)),
+        "tokamax": functools.partial(tokamax_attention, implementation="xla"),
         "chunked": lambda q, k, v, inputs: IMPLEMENTATIONS["chunked"].run(q, k, v, replace(inputs, chunk=32)),
     }
+    return {name: run for name, run in made.items() if name in names or name == "pallas_tpu"}
 
 
 def plain(run: Run, slope: np.ndarray | None = None) -> Run:
@@ -99,11 +112,10 @@ def auto(backward: bool) -> Run:
     return lambda q, k, v: attention(q, k, v, LayerEncoding(), implementation="auto", backward=backward)
 
 
-def taken(case: Case, backward: bool = False, partial: bool = False) -> str:
-    """The name of the implementation that the dispatcher chooses."""
-    return choose(
-        "auto", AttentionRequest(frozenset(), platform(), case.K, case.dtype, case.S, backward, partial=partial)
-    )
+def taken(case: Case, backward: bool = False, needs: frozenset[str] = frozenset(), **more: bool) -> str:
+    """The name of the implementation that the dispatcher chooses; `more` are fields of the request."""
+    here = platform(), compute_capability()
+    return choose("auto", AttentionRequest(needs, *here, case.K, case.dtype, case.S, backward, **more))
 
 
 def kernel_alone(tiny: bool) -> Run:
@@ -126,6 +138,12 @@ def forward_entries(case: Case, tiny: bool) -> list[Entry]:
         Entry(f"{OURS}, heads rotate differently", rotating(made[OURS], inside=True), "rotations"),
         Entry("cudnn, heads rotate differently", rotating(made["cudnn"], inside=False), "rotations"),
     ]
+    if "pallas_hopper" in made:
+        hopper = made["pallas_hopper"]
+        entries += [
+            Entry("pallas_hopper, ALiBi", plain(hopper, alibi_slopes(case.H)), "slopes"),
+            Entry("pallas_hopper, heads rotate differently", rotating(hopper, inside=True), "rotations"),
+        ]
     if tiny or case.T <= CHUNKED_UP_TO:
         return entries
     return [e for e in entries if e.name != "chunked" and (e.name != "auto" or taken(case) != "chunked")]
@@ -204,7 +222,7 @@ def backward(case: Case, plan: Plan, tried: dict[str, Run]) -> dict[str, dict[st
 
 def backward_runs(tiny: bool) -> dict[str, Run]:
     """What has gradients on an accelerator."""
-    made = {name: plain(run) for name, run in runs(tiny).items() if not name.startswith("pallas")}
+    made = {name: plain(run) for name, run in runs(tiny).items()}
     return {"auto": auto(backward=True)} | made
 
 
@@ -231,12 +249,17 @@ def decode_entries(case: Case, tiny: bool) -> list[Entry]:
         )
         return out.swapaxes(1, 2)
 
+    hopper = functools.partial(hopper_key_block, interpret=tiny)
     entries = [
         Entry(OURS, at_the_end(ours), heads_first=True),
         Entry(f"{OURS}, heads rotate differently", at_the_end(ours, apart=True), "rotations", heads_first=True),
+        Entry("pallas_hopper", at_the_end(hopper), heads_first=True),
+        Entry("pallas_hopper, heads rotate differently", at_the_end(hopper, apart=True), "rotations", heads_first=True),
         Entry("chunked", at_the_end(chunked_key_block), heads_first=True),
         Entry("cudnn", cudnn),
     ]
+    if "pallas_hopper" not in runs(tiny):
+        entries = [entry for entry in entries if not entry.name.startswith("pallas_hopper")]
     if tiny:
         tpu = functools.partial(tpu_key_block, interpret=True)
         entries.append(Entry("pallas_tpu", at_the_end(tpu), heads_first=True))

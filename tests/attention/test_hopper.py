@@ -70,8 +70,9 @@ def test_a_soft_cap_with_other_features(names):
 
 
 @pytest.mark.parametrize("length", [129, *slow(1, 2, 127, 300)])
-def test_any_length(length):
-    check(Case(T=length, dtype="bfloat16"))
+@pytest.mark.parametrize("rotation", ["", "split"])
+def test_any_length(length, rotation):
+    check(Case(T=length, dtype="bfloat16", rotation=rotation))
 
 
 @pytest.mark.parametrize("head_dim", [80, 128, *slow(32, 48, 64, 96, 160, 256)])

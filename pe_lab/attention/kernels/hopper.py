@@ -194,6 +194,8 @@ def forward(static: HopperStatic, names: tuple[str, ...], *refs: Any, **shared: 
         last_query = jnp.minimum(first_query + static.rows, static.queries) - 1
         begin, whole_from, whole_to, end = key_sections(first_query, last_query, static.keys, window, cut.keys)
 
+    begin, end = jnp.int32(begin), jnp.int32(end)
+
     def one_or_each(x: Any) -> Any:
         return x.at[0 if x.shape[0] == 1 else b]
 

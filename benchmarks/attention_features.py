@@ -1,0 +1,192 @@
+"""Part of `attention.py`: every feature of a layer on every implementation that honours it, forward and with gradients.
+
+Before anything is timed at a length, an implementation's output and gradients for a short sequence are compared with
+those of chunked attention in float32, which tests compare with float64.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from attention_cases import TOLERANCE, Case, bias_table, error
+from attention_kernels import placed, rotating, runs, taken
+from attention_tools import Plan, Table, measure, reason, summary, tell, turn_of
+
+from pe_lab.attention import IMPLEMENTATIONS
+from pe_lab.attention.capabilities import AttentionRequest, refusals
+from pe_lab.attention.key_block import AttentionInputs, scaled
+from pe_lab.parallel import compute_capability
+from pe_lab.positional import alibi_slopes
+
+KERNELS = ("cudnn", "tokamax", "pallas_hopper", "pallas_gpu")
+ROTATES = "heads rotate differently"
+WINDOW, DOCUMENTS, SOFT_CAP = 1024, 8, 50.0
+Inputs = Callable[[Case], AttentionInputs]
+
+
+def documents(case: Case) -> jax.Array:
+    """Ids of as many documents of different lengths in each sequence."""
+    cuts = np.sort(np.random.default_rng(case.T).integers(1, case.T, (case.B, DOCUMENTS - 1)), axis=1)
+    return jnp.asarray((np.arange(case.T)[None, :, None] >= cuts[:, None]).sum(-1), jnp.int32)
+
+
+def packed(case: Case) -> AttentionInputs:
+    ids = documents(case)
+    return AttentionInputs(query_segments=ids, key_segments=ids)
+
+
+def normal(*shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(len(shape)).standard_normal(shape), jnp.float32)
+
+
+@dataclass(frozen=True)
+class Feature:
+    """What a layer needs beside causality.
+
+    Attributes:
+      needs: of `capabilities.FEATURES`.
+      learned: fields of the inputs whose gradient is taken, too.
+    """
+
+    needs: frozenset[str]
+    inputs: Inputs
+    learned: tuple[str, ...] = ()
+
+
+def feature(inputs: Inputs, *needs: str, learned: tuple[str, ...] = ()) -> Feature:
+    return Feature(frozenset(needs), inputs, learned)
+
+
+FEATURES = {
+    "plain": feature(lambda case: AttentionInputs()),
+    ROTATES: feature(lambda case: AttentionInputs()),
+    f"a window of {WINDOW:,}": feature(lambda case: AttentionInputs(window=min(WINDOW, case.T)), "windows"),
+    f"{DOCUMENTS} documents": feature(packed, "segments"),
+    "ALiBi": feature(lambda case: AttentionInputs(slope=jnp.asarray(alibi_slopes(case.H), jnp.float32)), "slopes"),
+    "a bias for every distance": feature(
+        lambda case: AttentionInputs(distance_bias=jnp.asarray(bias_table(case, case.T))),
+        "distance bias",
+        learned=("distance_bias",),
+    ),
+    "a bias for 128 distances": feature(
+        lambda case: AttentionInputs(distance_bias=jnp.asarray(bias_table(case, 128))),
+        "distance bias",
+        learned=("distance_bias",),
+    ),
+    "a bias of keys": feature(
+        lambda case: AttentionInputs(key_bias=normal(1, case.H, case.T)), "key bias", learned=("key_bias",)
+    ),
+    "a sink": feature(lambda case: AttentionInputs(sink=normal(case.H)), "sinks", learned=("sink",)),
+    "a soft cap": feature(lambda case: AttentionInputs(soft_cap=SOFT_CAP), "soft cap"),
+}
+
+
+def call_of(name: str, what: str, case: Case, plan: Plan) -> Callable[..., jax.Array]:
+    """Attention of queries, keys and values, and the learned inputs, by an implementation."""
+    run, one = runs(plan.tiny)[name], FEATURES[what]
+    if what == ROTATES:
+        return rotating(run, inside=IMPLEMENTATIONS[name].capabilities.rotates_keys)
+
+    def call(query: jax.Array, key: jax.Array, value: jax.Array, *learned: jax.Array) -> jax.Array:
+        inputs = replace(one.inputs(case), **dict(zip(one.learned, learned, strict=True)))
+        return run(scaled(query, jnp.float32(case.K**-0.5)), key, value, inputs)
+
+    return call
+
+
+def both(call: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array, ...]]:
+    """The output and the gradients of all arguments, where the gradient of the output is the queries."""
+
+    def run(*arguments: jax.Array) -> tuple[jax.Array, ...]:
+        out, pull = jax.vjp(call, *arguments)
+        return out, *pull(arguments[0])
+
+    return run
+
+
+def arguments_of(what: str, case: Case) -> tuple[jax.Array, ...]:
+    one = FEATURES[what]
+    inputs = one.inputs(case)
+    return *placed(case), *(getattr(inputs, name) for name in one.learned)
+
+
+def off(name: str, what: str, case: Case, plan: Plan, backward: bool) -> float:
+    """The largest error of an implementation's output, and of its gradients, in a short case."""
+    arguments = arguments_of(what, case)
+    chunked = call_of("chunked", what, case._replace(dtype="float32"), plan)
+    with jax.default_matmul_precision("highest"):  # on a GPU products of float32 would be TF32's otherwise
+        wanted = jax.jit(both(chunked) if backward else chunked)(*(x.astype(jnp.float32) for x in arguments))
+    call = call_of(name, what, case, plan)
+    found = jax.jit(both(call) if backward else call)(*arguments)
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+    return max(error(np.asarray(x, np.float32).reshape(1, -1, 1), np.asarray(y).reshape(1, -1, 1)) for x, y in pairs)
+
+
+def measured(what: str, case: Case, short: Case, plan: Plan, backward: bool) -> dict[str, dict[str, Any]]:
+    """A row for each implementation that honours a feature: its error, then its times, or why there are none."""
+    request = AttentionRequest(
+        FEATURES[what].needs, "gpu", 9.0 if plan.tiny else compute_capability(), case.K, case.dtype, case.T, backward,
+        split_heads=what == ROTATES,
+    )  # fmt: skip
+    rows, turns = {}, {}
+    for name in KERNELS:
+        one = IMPLEMENTATIONS[name].capabilities
+        if name not in runs(plan.tiny) or not plan.wants(name) or refusals(one, request):
+            continue
+        try:
+            rows[name] = {"error": off(name, what, short, plan, backward)}
+            if rows[name]["error"] > TOLERANCE[case.dtype]:
+                rows[name]["failure"] = "wrong"
+                continue
+            call = call_of(name, what, case, plan)
+            made = functools.partial(jax.jit(both(call) if backward else call), *arguments_of(what, case))
+            turns[name] = turn_of(made, plan.turn)
+        except Exception as failure:
+            rows.setdefault(name, {})["failure"] = reason(failure)
+    for name, spent in measure(turns, plan.rounds).items():
+        rows[name] |= summary(spent)
+    return rows
+
+
+def features(case: Case, short: Case, plan: Plan, chosen: list[str]) -> list[dict[str, Any]]:
+    """Results of each feature, forward and with gradients."""
+    results = []
+    for what in chosen:
+        for backward in (False, True):
+            tell(f"  {what}{', with gradients' if backward else ''}: {case}")
+            rows = measured(what, case, short, plan, backward)
+            auto = taken(case, backward, needs=FEATURES[what].needs, split_heads=what == ROTATES)
+            found = {"case": case._asdict(), "feature": what, "backward": backward, "auto": auto, "rows": rows}
+            results.append(found | {"needs": sorted(FEATURES[what].needs)})
+    return results
+
+
+def table_of(results: list[dict[str, Any]]) -> Table:
+    """Milliseconds of each implementation; the fastest, and what `auto` takes, in the last columns."""
+    head = ["", *KERNELS, "auto", "auto / fastest"]
+    lines, worst = [head], []
+    for one in results:
+        case, rows = Case(**one["case"]), one["rows"]
+        times = {name: row["seconds"] for name, row in rows.items() if "seconds" in row}
+        cells = [
+            f"{times[name] * 1e3:,.2f}" if name in times else rows[name]["failure"][:20] if name in rows else "–"
+            for name in KERNELS
+        ]
+        ratio = min(times.values()) / times[one["auto"]] if one["auto"] in times else None
+        worst += [] if ratio is None else [ratio]
+        mode = "forward and backward" if one["backward"] else "forward"
+        label = f"{one['feature']}, {case.T:,} tokens, {mode}"
+        lines.append([label, *cells, one["auto"], "–" if ratio is None else f"{ratio:.2f}"])
+    errors = [row["error"] for one in results for row in one["rows"].values() if "error" in row]
+    case = Case(**results[0]["case"])
+    notes = [f"Largest relative error {max(errors):.1e}."] if errors else []
+    if worst:
+        notes.append(f"auto / fastest: {min(worst):.2f} at worst, target 0.98.")
+    title = f"Milliseconds, by feature; {case.H} heads, {case.G} key heads, {case.K} channels, {case.dtype}"
+    return Table(title, lines, notes)

@@ -1,0 +1,44 @@
+"""The scripts of benchmarks/gpu, tiny and on a CPU; 40 s in all."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = sorted((ROOT / "benchmarks/gpu").glob("*.sh"))
+
+
+def run_tiny(script: str, out: Path) -> str:
+    environment = {**os.environ, "OUT": str(out), "PYTHON": sys.executable}
+    done = subprocess.run(
+        ["sh", f"benchmarks/gpu/{script}", "--tiny"], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_page_names_every_script_with_its_command():
+    page = (ROOT / "benchmarks/gpu/README.md").read_text()
+    commands = re.findall(r"`(sh benchmarks/gpu/(\S+\.sh)[^`]*)`", page)
+    assert {name for _, name in commands if name != "SCRIPT"} == {path.name for path in SCRIPTS}
+    assert all(len(command) < 2000 for command, _ in commands)
+
+
+@pytest.mark.slow
+def test_kernels(tmp_path):
+    said = run_tiny("kernels.sh", tmp_path)
+    assert re.search(r"\d+ passed", said) and (tmp_path / "kernels.xml").exists()
+
+
+@pytest.mark.slow
+def test_attention(tmp_path):
+    said = run_tiny("attention.sh", tmp_path)
+    found = json.loads((tmp_path / "attention-tiny.json").read_text())["features"]
+    assert {one["feature"] for one in found} >= {"plain", "ALiBi", "8 documents", "a sink"}
+    assert all(row["error"] < 2e-2 and "seconds" in row for one in found for row in one["rows"].values())
+    assert "auto / fastest" in said and (tmp_path / "attention-tiny.md").exists()
