@@ -24,7 +24,8 @@ from pe_lab.attention.key_block import AttentionInputs, scaled
 from pe_lab.parallel import compute_capability
 from pe_lab.positional import alibi_slopes
 
-KERNELS = ("cudnn", "tokamax", "pallas_hopper", "pallas_gpu")
+CHANNELS = "cudnn, ALiBi by channels"  # `by_channels`
+KERNELS = ("cudnn", "tokamax", "pallas_hopper", "pallas_gpu", CHANNELS)
 ROTATES = "heads rotate differently"
 WINDOW, DOCUMENTS, SOFT_CAP = 1024, 8, 50.0
 Inputs = Callable[[Case], AttentionInputs]
@@ -87,15 +88,37 @@ FEATURES = {
 }
 
 
+def by_channels(query: jax.Array, key: jax.Array, value: jax.Array, slope: jax.Array, run: Any) -> jax.Array:
+    """ALiBi on a kernel without it, up to 65,536 tokens, for scaled queries.
+
+    Of -m (i - j), m i cancels in the softmax, and m j is a product: eight further channels hold m in two parts of
+    bfloat16, and j in two digits of base 256.
+    """
+    B, T, H, K = query.shape
+    high = slope.astype(query.dtype)
+    parts = jnp.stack([high, (slope - high.astype(jnp.float32)).astype(query.dtype)], -1)
+    of_queries = jnp.concatenate([256 * parts, parts, jnp.zeros((H, 4), query.dtype)], -1)
+    at = jnp.arange(T)
+    digits = jnp.stack([at // 256, at // 256, at % 256, at % 256], -1).astype(key.dtype)
+    of_keys = jnp.pad(digits, ((0, 0), (0, 4)))
+    query = jnp.concatenate([query, jnp.broadcast_to(of_queries, (B, T, H, 8))], -1)
+    key = jnp.concatenate([key, jnp.broadcast_to(of_keys[:, None], (*key.shape[:3], 8))], -1)
+    value = jnp.pad(value, ((0, 0), (0, 0), (0, 0), (0, 8)))
+    return run(query, key, value, AttentionInputs())[..., :K]
+
+
 def call_of(name: str, what: str, case: Case, plan: Plan) -> Callable[..., jax.Array]:
     """Attention of queries, keys and values, and the learned inputs, by an implementation."""
-    run, one = runs(plan.tiny)[name], FEATURES[what]
+    run, one = runs(plan.tiny)["cudnn" if name == CHANNELS else name], FEATURES[what]
     if what == ROTATES:
         return rotating(run, inside=IMPLEMENTATIONS[name].capabilities.rotates_keys)
 
     def call(query: jax.Array, key: jax.Array, value: jax.Array, *learned: jax.Array) -> jax.Array:
         inputs = replace(one.inputs(case), **dict(zip(one.learned, learned, strict=True)))
-        return run(scaled(query, jnp.float32(case.K**-0.5)), key, value, inputs)
+        query = scaled(query, jnp.float32(case.K**-0.5))
+        if name == CHANNELS:
+            return by_channels(query, key, value, inputs.slope, run)
+        return run(query, key, value, inputs)
 
     return call
 
@@ -135,10 +158,10 @@ def measured(what: str, case: Case, short: Case, plan: Plan, backward: bool) -> 
         split_heads=what == ROTATES,
     )  # fmt: skip
     rows, turns = {}, {}
-    for name in KERNELS:
-        one = IMPLEMENTATIONS[name].capabilities
-        if name not in runs(plan.tiny) or not plan.wants(name) or refusals(one, request):
-            continue
+    names = [name for name in KERNELS if name in runs(plan.tiny)]
+    names = [name for name in names if not refusals(IMPLEMENTATIONS[name].capabilities, request)]
+    names += [CHANNELS] if what == "ALiBi" and case.T <= 2**16 else []
+    for name in filter(plan.wants, names):
         try:
             rows[name] = {"error": off(name, what, short, plan, backward)}
             if rows[name]["error"] > TOLERANCE[case.dtype]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import importlib.util
 import os
 import re
 import subprocess
@@ -429,3 +430,12 @@ def test_attention_and_model_know_no_encoding_by_name() -> None:
                 found += [f"{file.name}: {one.value}" for one in texts if getattr(one, "value", 0) in [*ENCODINGS]]
             found += [f"{file.relative_to(ROOT)}: {name}" for name in names if name in kinds]
     assert found == []
+
+
+def test_jax_still_ships_the_triton_backend() -> None:
+    """JAX 0.11 deprecates it.
+
+    Where this fails, delete kernels/gpu.py and gpu_gradient.py in pe_lab/attention, their tests in tests/attention, and
+    "pallas_gpu" in preferences.py and dispatch.py; pallas_hopper stays.
+    """
+    assert importlib.util.find_spec("jax.experimental.pallas.triton"), "Pallas' Triton backend is gone"

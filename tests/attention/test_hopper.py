@@ -19,6 +19,7 @@ if jax.__version_info__ < (0, 11):
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import export
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from key_blocks import INTERPRET, LINES, Case, an_h100, error, request
 from test_gpu import BASE, FEATURES, KINDS, shapes
 
@@ -174,6 +175,24 @@ def test_tiles_fit():
             assert cut.heads == 1 or cut.heads * T <= cut.rows
     assert tiles(8, 2, 1, 4096, 64).heads == 4
     assert tiles(8, 2, 1, 4096, 64, alone=True).heads == 1
+
+
+@pytest.mark.parametrize("T", [3, 300])
+@pytest.mark.parametrize("K", range(32, 257, 32))
+def test_copies_begin_at_whole_lines_of_shared_memory(T, K, monkeypatch):
+    """A copy into a slot that does not begin at a multiple of 128 bytes fails on a GPU, and not in the interpreter."""
+    made = []
+    build = hopper.shared_memory
+    monkeypatch.setattr(hopper, "shared_memory", lambda *of: made.append(build(*of)) or made[0])
+    arguments, _ = shapes(
+        B=2, T=T, S=5000, K=K, bounds=True, rotation=2, slopes=True, positions=True, segments=True, distances=200,
+        key_bias=2,
+    )  # fmt: skip
+    jax.eval_shape(hopper_key_block, *arguments)
+    buffers = {name: x for name, x in made[0].items() if not isinstance(x, plgpu.Barrier)}
+    assert len(buffers) >= 9
+    for name, buffer in buffers.items():
+        assert np.prod(buffer.shape[1:]) * jnp.dtype(buffer.dtype).itemsize % 128 == 0, name
 
 
 # ---------------------------------------------------------------------------------------------------------------------

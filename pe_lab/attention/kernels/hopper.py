@@ -47,6 +47,7 @@ from pe_lab.attention.sections import Sections, ends_of_blocks, key_sections, wi
 
 LOG2_E = math.log2(math.e)
 ROWS = 64  # of a matrix product of a warpgroup
+LINE = 32  # numbers of 4 bytes; copies into shared memory begin at multiples of 128 bytes
 # The layouts of logits, and of a number for each query or for each key of a block.
 LOGITS = plgpu.Layout.WGMMA
 DOWN, ACROSS = LOGITS.reduce(1), LOGITS.reduce(0)
@@ -106,8 +107,8 @@ class HopperStatic:
 
     @property
     def reach(self) -> int:
-        """Distances between the queries of a program and a block of keys, at most; a multiple of 32 bytes."""
-        return pl.cdiv((self.rows if self.tiles.heads == 1 else self.queries) + self.tiles.keys, 8) * 8
+        """Distances between the queries of a program and a block of keys, at most; whole lines of shared memory."""
+        return pl.cdiv((self.rows if self.tiles.heads == 1 else self.queries) + self.tiles.keys, LINE) * LINE
 
 
 def channel_tile(channels: int) -> int:
@@ -200,7 +201,8 @@ def forward(static: HopperStatic, names: tuple[str, ...], *refs: Any, **shared: 
         return x.at[0 if x.shape[0] == 1 else b]
 
     def compute() -> None:
-        plgpu.set_max_registers(208 if rotates else 232, action="increase")
+        if cut.warpgroups == 2:
+            plgpu.set_max_registers(208 if rotates else 232, action="increase")
         shape = cut.rows, cut.keys
         first_row = tile * static.rows + me * cut.rows
         rows = pl.ds(first_row, cut.rows)
@@ -316,7 +318,8 @@ def forward(static: HopperStatic, names: tuple[str, ...], *refs: Any, **shared: 
             plgpu.wait_smem_to_gmem(0)
 
     def copy() -> None:
-        plgpu.set_max_registers(88 if rotates else 40, action="decrease")
+        if cut.warpgroups == 2:
+            plgpu.set_max_registers(88 if rotates else 40, action="decrease")
         heads = groups // static.kv_heads
         rotation = None
         if rotates:
@@ -508,38 +511,7 @@ def hopper_key_block(
     wide_out = wide or splits > 1
     static = HopperStatic(cut, splits, T, S, length, K, G, B, inputs.window, inputs.soft_cap, wide_out, interpret)
     arrays = _arrays(query, key, value, layer, inputs, static)
-    dtype, tile = query.dtype, channel_tile(K // 2 if rotations else K)
-    shared = {
-        "query": matrix((cut.warpgroups, cut.rows, K), dtype, tile),
-        "key": matrix((cut.stages, cut.keys, K), dtype, tile),
-        "value": matrix((cut.stages, cut.keys, K), dtype, tile),
-        "query ready": plgpu.Barrier(num_barriers=cut.warpgroups),
-        "value ready": plgpu.Barrier(num_barriers=cut.stages),
-        "key free": plgpu.Barrier(num_arrivals=cut.warpgroups, num_barriers=cut.stages),
-        "value free": plgpu.Barrier(num_arrivals=cut.warpgroups, num_barriers=cut.stages),
-    }
-    of_keys = {
-        "key segments": ((cut.keys,), jnp.int32),
-        "key positions": ((cut.keys,), jnp.int32),
-        "key bias": ((cut.heads, cut.keys), jnp.float32),
-        "distance bias": ((cut.heads, static.reach), jnp.float32),
-        "block cos": ((K // 2,), jnp.float32),
-        "block sin": ((K // 2,), jnp.float32),
-    }
-    of_keys = {name: plgpu.SMEM((cut.stages, *shape), of) for name, (shape, of) in of_keys.items() if name in arrays}
-    shared |= of_keys
-    of_rotation = 2 if rotations else 0
-    shared["key ready"] = plgpu.Barrier(num_arrivals=1 + len(of_keys) - of_rotation, num_barriers=cut.stages)
-    if rotations:
-        shared["key copied"] = plgpu.Barrier(num_arrivals=1 + of_rotation, num_barriers=cut.stages)
-        if K <= 128:  # else there is no room
-            shared |= {f"place {x}": plgpu.SMEM((cut.keys, K // 2), jnp.float32) for x in ("cos", "sin")}
-            shared["places copied"] = plgpu.Barrier(num_arrivals=2)
-    if "used" in arrays:
-        shared["value copied"] = plgpu.Barrier(num_barriers=cut.stages)
-    if cut.warpgroups > 1:
-        shared["turn"] = plgpu.Barrier(num_arrivals=cut.warpgroups)
-    programs = splits * B * groups
+    programs, dtype = splits * B * groups, query.dtype
     out_rows = row_blocks * rows if wide_out else arrays["query"].shape[1]
     out, logsumexp = plgpu.kernel(
         functools.partial(forward, static, tuple(arrays)),
@@ -547,7 +519,7 @@ def hopper_key_block(
             jax.ShapeDtypeStruct((programs, out_rows, K), jnp.float32 if wide_out else dtype),
             jax.ShapeDtypeStruct((programs, row_blocks * rows), jnp.float32),
         ],
-        scratch_types=shared,
+        scratch_types=shared_memory(static, arrays),
         grid=(row_blocks, splits, groups, B),
         grid_names=("tile", "split", "group", "batch"),
         num_threads=cut.warpgroups + 1,
@@ -563,6 +535,42 @@ def hopper_key_block(
         return parts[0]
     merged = merge(parts)
     return merged if wide else merged._replace(out=merged.out.astype(dtype))
+
+
+def shared_memory(static: HopperStatic, arrays: dict[str, jax.Array]) -> dict[str, Any]:
+    """The buffers and barriers of a program, by name."""
+    cut, K, rotates = static.tiles, static.head_dim, "place cos" in arrays
+    dtype, tile = arrays["query"].dtype, channel_tile(K // 2 if rotates else K)
+    shared = {
+        "query": matrix((cut.warpgroups, cut.rows, K), dtype, tile),
+        "key": matrix((cut.stages, cut.keys, K), dtype, tile),
+        "value": matrix((cut.stages, cut.keys, K), dtype, tile),
+        "query ready": plgpu.Barrier(num_barriers=cut.warpgroups),
+        "value ready": plgpu.Barrier(num_barriers=cut.stages),
+        "key free": plgpu.Barrier(num_arrivals=cut.warpgroups, num_barriers=cut.stages),
+        "value free": plgpu.Barrier(num_arrivals=cut.warpgroups, num_barriers=cut.stages),
+    }
+    of_keys = {
+        "key segments": ((cut.keys,), jnp.int32),
+        "key positions": ((cut.keys,), jnp.int32),
+        "key bias": ((cut.heads, cut.keys), jnp.float32),
+        "distance bias": ((cut.heads, static.reach), jnp.float32),
+        **dict.fromkeys(("block cos", "block sin"), ((pl.cdiv(K // 2, LINE) * LINE,), jnp.float32)),
+    }
+    of_keys = {name: plgpu.SMEM((cut.stages, *shape), of) for name, (shape, of) in of_keys.items() if name in arrays}
+    shared |= of_keys
+    of_rotation = 2 if rotates else 0
+    shared["key ready"] = plgpu.Barrier(num_arrivals=1 + len(of_keys) - of_rotation, num_barriers=cut.stages)
+    if rotates:
+        shared["key copied"] = plgpu.Barrier(num_arrivals=1 + of_rotation, num_barriers=cut.stages)
+        if K <= 128:  # else there is no room
+            shared |= {f"place {x}": plgpu.SMEM((cut.keys, K // 2), jnp.float32) for x in ("cos", "sin")}
+            shared["places copied"] = plgpu.Barrier(num_arrivals=2)
+    if "used" in arrays:
+        shared["value copied"] = plgpu.Barrier(num_barriers=cut.stages)
+    if cut.warpgroups > 1:
+        shared["turn"] = plgpu.Barrier(num_arrivals=cut.warpgroups)
+    return shared
 
 
 def _arrays(
@@ -613,7 +621,9 @@ def _arrays(
         arrays[f"key {what}"] = padded(of_keys, -1, 4)
     if inputs.rotation is not None:
         tables = block_rotations(inputs.rotation, pl.cdiv(S, cut.keys), cut.keys)
-        arrays |= dict(zip(("block cos", "block sin", "place cos", "place sin"), tables, strict=True))
+        cos, sin, *places = tables
+        arrays |= {"block cos": padded(cos, -1, LINE), "block sin": padded(sin, -1, LINE)}
+        arrays |= dict(zip(("place cos", "place sin"), places, strict=True))
     return arrays
 
 
