@@ -70,7 +70,7 @@ PREFERENCES = (
         },
     ),
     Preference(
-        f"a GPU, heads that rotate differently, more than {REPEATED:,} tokens: no room for repeated keys",
+        f"a GPU, heads that rotate differently, more than {REPEATED:,} tokens: repeated keys are too large",
         lambda request, chunk: request.split_heads and request.length > REPEATED,
         (*_KERNELS, "cudnn", "tokamax", *_OTHERS),
     ),

@@ -3,7 +3,7 @@
 One kernel serves whole sequences, chunks of a prompt against a KV cache, single tokens (decoding) and the key blocks
 of a ring, as the Triton kernel in `gpu.py` does, which it is to replace. A program is three warpgroups. Two have a
 block of queries each and compute: while one is in the softmax of a block of keys, the other's products are in the
-tensor cores, for which they take turns (Shah et al. 2024, FlashAttention-3). The third one copies: blocks of keys and
+tensor cores, which they use alternately (Shah et al. 2024, FlashAttention-3). The third one copies: blocks of keys and
 values, with what belongs to them (segments, positions, biases, the part of a table by distance that the block needs),
 arrive in slots of shared memory, each with a barrier for "it is there" and one for "the slot is free". Where keys are
 rotated inside, the third warpgroup rotates the block that has arrived while the next one is on its way.
@@ -20,18 +20,29 @@ libnvJitLink, with which ptxas ignores `setmaxnreg`. With more channels, sums sp
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pe_lab.attention.kernels.hopper_parts import (
+    ACROSS,
+    DOWN,
+    LINE,
+    LOG2_E,
+    LOGITS,
+    PROGRAMS,
+    ROWS,
+    add_product,
+    channel_tile,
+    looked_up,
+    matrix,
+)
 from pe_lab.attention.key_block import (
     FLOOR,
     MASKED,
@@ -44,13 +55,6 @@ from pe_lab.attention.key_block import (
     rotated_keys,
 )
 from pe_lab.attention.sections import Sections, ends_of_blocks, key_sections, within_documents
-
-LOG2_E = math.log2(math.e)
-ROWS = 64  # of a matrix product of a warpgroup
-LINE = 32  # numbers of 4 bytes; copies into shared memory begin at multiples of 128 bytes
-# The layouts of logits, and of a number for each query or for each key of a block.
-LOGITS = plgpu.Layout.WGMMA
-DOWN, ACROSS = LOGITS.reduce(1), LOGITS.reduce(0)
 
 
 @dataclass(frozen=True)
@@ -109,65 +113,6 @@ class HopperStatic:
     def reach(self) -> int:
         """Distances between the queries of a program and a block of keys, at most; whole lines of shared memory."""
         return pl.cdiv((self.rows if self.tiles.heads == 1 else self.queries) + self.tiles.keys, LINE) * LINE
-
-
-def channel_tile(channels: int) -> int:
-    """Channels of 16 bits under one swizzle of shared memory: the largest of 64, 32 and 16 that divides them."""
-    return max(width for width in (64, 32, 16) if channels % width == 0)
-
-
-def matrix(shape: tuple[int, ...], dtype: jnp.dtype, tile: int) -> Any:
-    """Shared memory of matrices that are operands of tensor cores."""
-    return plgpu.SMEM(
-        shape, dtype, transforms=(plgpu.TilingTransform((8, tile)), plgpu.SwizzleTransform(tile * dtype.itemsize))
-    )
-
-
-def add_product(total: jax.Array, left: jax.Array, right: Any, interpret: bool) -> jax.Array:
-    """total + left @ right, of an array in registers and one in shared memory.
-
-    The interpreter has no such product (JAX 0.12).
-    """
-    if interpret:
-        found = jnp.dot(left.astype(jnp.float32), right[...].astype(jnp.float32))
-        plgpu.commit_smem()  # a copy may overwrite what tensor cores have read, but not what a thread has
-        return total + found
-
-    def product(sums: Any) -> None:
-        plgpu.wgmma(sums, left, right)
-
-    return pl.run_state(product)(plgpu.ACC.init(total))
-
-
-def looked_up(tables: Any, slot: jax.Array, index: jax.Array, interpret: bool) -> jax.Array:
-    """tables[slot][index], of float32 in shared memory, where all axes of a table count as one.
-
-    The index has the layout of logits, and depends on the difference of row and column alone if the tables are by
-    distance: then both rows of 8 tokens that a thread has share their entries.
-    """
-    if interpret:
-        return tables[slot].reshape(-1)[index]
-    index += slot * math.prod(tables.shape[1:])
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), LOGITS),
-        return_type=plgpu.ShapeDtypeStruct(index.shape, jnp.float32, layout=LOGITS),
-    )
-    def gather(_: Any, memory: Any, index: Any) -> Any:
-        from jax.experimental.mosaic import gpu as mgpu
-        from jaxlib.mlir import ir
-        from jaxlib.mlir.dialects import arith, memref, vector
-
-        flat = mgpu.memref_fold(memory, 0, len(tables.shape))
-        pair = ir.VectorType.get((2,), ir.F32Type.get())
-        found = index.registers.copy()
-        for at in np.ndindex(found.shape):
-            entries = [vector.extract(index.registers[at], [], [i]) for i in range(2)]
-            both = [memref.load(flat, [arith.index_cast(ir.IndexType.get(), entry)]) for entry in entries]
-            found[at] = vector.from_elements(pair, both)
-        return mgpu.FragmentedArray(_registers=found, _layout=index.layout, _is_signed=None)
-
-    return gather(tables, index)
 
 
 def forward(static: HopperStatic, names: tuple[str, ...], *refs: Any, **shared: Any) -> None:
@@ -230,10 +175,10 @@ def forward(static: HopperStatic, names: tuple[str, ...], *refs: Any, **shared: 
         if "slope" in ref:
             slope = ref["slope"][group, 0] if cut.heads == 1 else to_keys(of_rows(ref["slope"].at[group]))
 
-        def turn() -> None:
+        def alternate() -> None:
             if cut.warpgroups == 2:
-                plgpu.barrier_arrive(shared["turn"])
-                plgpu.barrier_wait(shared["turn"])
+                plgpu.barrier_arrive(shared["alternate"])
+                plgpu.barrier_wait(shared["alternate"])
 
         def of_slot(name: str, slot: jax.Array) -> jax.Array:
             return plgpu.load(shared[name].at[slot], layout=ACROSS, optimized=False)
@@ -275,7 +220,7 @@ def forward(static: HopperStatic, names: tuple[str, ...], *refs: Any, **shared: 
 
             def products(logits: Any) -> jax.Array:
                 plgpu.wgmma(logits, q, shared["key"].at[slot].T)
-                turn()
+                alternate()
                 return logits[...]
 
             s = pl.run_scoped(products, plgpu.ACC(shape, jnp.float32))
@@ -290,7 +235,7 @@ def forward(static: HopperStatic, names: tuple[str, ...], *refs: Any, **shared: 
             total = total * shrink + weights.sum(axis=1)
             weights = weights.astype(dtype)
             plgpu.barrier_wait(shared["value ready"].at[slot])
-            turn()
+            alternate()
             out = add_product(out, weights, shared["value"].at[slot], static.interpret)
             plgpu.barrier_arrive(shared["value free"].at[slot])
             return out, top, total
@@ -300,10 +245,10 @@ def forward(static: HopperStatic, names: tuple[str, ...], *refs: Any, **shared: 
         highest = plgpu.layout_cast(jnp.full((cut.rows,), FLOOR, jnp.float32), DOWN)
         total = plgpu.layout_cast(jnp.zeros((cut.rows,), jnp.float32), DOWN)
         if cut.warpgroups == 2:
-            pl.when(me == 1)(turn)
+            pl.when(me == 1)(alternate)
         out, highest, total = jax.lax.fori_loop(begin, end, add_block, (out, highest, total))
         if cut.warpgroups == 2:
-            pl.when(me == 0)(turn)
+            pl.when(me == 0)(alternate)
         some = total > 0
         total = jnp.where(some, total, 1.0)
         at = split * static.batch * groups + here
@@ -428,7 +373,7 @@ def forward(static: HopperStatic, names: tuple[str, ...], *refs: Any, **shared: 
         @pl.loop(begin, end)
         def _(j: jax.Array) -> None:
             # The next keys are copied while these are rotated. Values wait: their slot is not free before both
-            # warpgroups have taken their turn at these keys.
+            # warpgroups have had these keys.
             pl.when(j + 1 < end)(lambda: start_keys(j + 1))
             slot = slot_of(j)
             plgpu.barrier_wait(shared["key copied"].at[slot])
@@ -446,7 +391,6 @@ OF_KEYS = ("key segments", "key positions", "key bias", "distance bias", "block 
 
 
 FEW = 64  # queries, over heads that share a key head, that one program stacks in a block
-PROGRAMS = 132  # multiprocessors of an H100
 MOST_SPLITS = 128  # the merge of splits is unrolled
 
 
@@ -563,13 +507,13 @@ def shared_memory(static: HopperStatic, arrays: dict[str, jax.Array]) -> dict[st
     shared["key ready"] = plgpu.Barrier(num_arrivals=1 + len(of_keys) - of_rotation, num_barriers=cut.stages)
     if rotates:
         shared["key copied"] = plgpu.Barrier(num_arrivals=1 + of_rotation, num_barriers=cut.stages)
-        if K <= 128:  # else there is no room
+        if K <= 128:  # else they do not fit
             shared |= {f"place {x}": plgpu.SMEM((cut.keys, K // 2), jnp.float32) for x in ("cos", "sin")}
             shared["places copied"] = plgpu.Barrier(num_arrivals=2)
     if "used" in arrays:
         shared["value copied"] = plgpu.Barrier(num_barriers=cut.stages)
     if cut.warpgroups > 1:
-        shared["turn"] = plgpu.Barrier(num_arrivals=cut.warpgroups)
+        shared["alternate"] = plgpu.Barrier(num_arrivals=cut.warpgroups)
     return shared
 
 

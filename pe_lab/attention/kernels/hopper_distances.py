@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pe_lab.attention.bias import diagonals
-from pe_lab.attention.kernels.hopper import ACROSS, DOWN, LOGITS, PROGRAMS, channel_tile, looked_up, matrix
+from pe_lab.attention.kernels.hopper_parts import ACROSS, DOWN, LOGITS, PROGRAMS, channel_tile, looked_up, matrix
 from pe_lab.attention.kernels.hopper_program import (
     REACH,
     SIDE,
@@ -141,7 +141,7 @@ def distance_gradient(static: HopperGradientStatic, names: tuple[str, ...], *ref
     if static.warpgroups > 1:
         plgpu.barrier_arrive(shared["done"])
         plgpu.barrier_wait(shared["done"])
-    # Row r moves on by r places, so that a column has one distance: SIDE - 1 less than its number is column - row.
+    # Query r moves on by r places, so that a column has one distance: SIDE - 1 less than its number is column - row.
     mine = sums.at[me]
     zero = jnp.zeros((SIDE, SIDE), jnp.float32)
     for columns in range(0, 3 * SIDE, SIDE):
@@ -188,7 +188,7 @@ def gradient_of_distances(
     pairs = pl.cdiv(found.count, W)
     row_blocks, key_blocks = pl.cdiv(static.queries, SIDE), (used + SIDE - 1) // SIDE
     splits = max(1, min(PROGRAMS // (static.batch * H * pairs), row_blocks))
-    # More than 128 channels leave room for one block of queries and of keys.
+    # With more than 128 channels, one block of queries and of keys fits.
     static = replace(static, splits=splits, stages=1 if static.head_dim > 128 else static.stages)
     arrays = gradient_arrays(tokens, inputs, static, start, used)
     # The blocks of queries whose keys of either diagonal are used, in equal parts.

@@ -24,8 +24,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pe_lab.attention.kernels.hopper import ACROSS, DOWN, LOG2_E, channel_tile, looked_up, matrix
 from pe_lab.attention.kernels.hopper_distances import gradient_of_distances
+from pe_lab.attention.kernels.hopper_parts import ACROSS, DOWN, LOG2_E, channel_tile, looked_up, matrix
 from pe_lab.attention.kernels.hopper_program import (
     REACH,
     SIDE,

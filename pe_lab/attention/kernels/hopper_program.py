@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pe_lab.attention.kernels.hopper import LOG2_E, LOGITS
+from pe_lab.attention.kernels.hopper_parts import LOG2_E, LOGITS
 from pe_lab.attention.key_block import MASKED, AttentionInputs, padded
 
 UNSEEN = -MASKED  # the logsumexp of queries that see no key, and of queries beyond the last
