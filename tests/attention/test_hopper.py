@@ -189,10 +189,10 @@ def test_copies_begin_at_whole_lines_of_shared_memory(T, K, monkeypatch):
         key_bias=2,
     )  # fmt: skip
     jax.eval_shape(hopper_key_block, *arguments)
-    buffers = {name: x for name, x in made[0].items() if not isinstance(x, plgpu.Barrier)}
-    assert len(buffers) >= 9
-    for name, buffer in buffers.items():
-        assert np.prod(buffer.shape[1:]) * jnp.dtype(buffer.dtype).itemsize % 128 == 0, name
+    slots = {name: x for name, x in made[0].items() if not isinstance(x, plgpu.Barrier) and "place" not in name}
+    assert len(slots) >= 9
+    for name, slot in slots.items():
+        assert np.prod(slot.shape[1:]) * jnp.dtype(slot.dtype).itemsize % 128 == 0, name
 
 
 # ---------------------------------------------------------------------------------------------------------------------
