@@ -6,7 +6,7 @@ and in memory.
 
 Parts on a GPU: `features`, every feature on all that honour it, forward and with gradients; `forward`, TFLOP/s of whole
 texts; `backward`, of training; `decode`, bytes/s of the cache that one query reads; `gradient`, forward and backward
-pass of pe_lab's kernel, with and without a bias by distance; `train`, the step of configs/drope_16b.py's model. On a
+pass of pe_lab's kernel, with and without a bias by distance. On a
 CPU: `speed`, `memory`, `learned`: both with a learned bias by distance, and, asked for alone, `kernels`: are ours,
 interpreted, right? All sides get the same arrays; before anything is timed, outputs of some queries are compared with a
 reference in float64, and what is off is not timed (exit status 1). Sides take turns. The peer is torch in a process of
@@ -50,7 +50,6 @@ import attention_gradient
 import attention_kernels as kernels
 import attention_learned
 from attention_tables import decode_table, flops_table, gradient_table, wrong
-from attention_train import train_step
 
 from benchmarks.document import Place
 from pe_lab.errors import UserError, did_you_mean
@@ -59,7 +58,7 @@ from pe_lab.parallel import keep_freed_memory, start_processes
 from pe_lab.terminal import command
 
 PARTS = {
-    "gpu": ("features", "forward", "backward", "gradient", "decode", "train"),
+    "gpu": ("features", "forward", "backward", "gradient", "decode"),
     "cpu": ("speed", "memory", "learned", "kernels"),
 }
 LENGTHS = {"gpu": (2048, 4096, 8192, 16384, 32768, 65536, 131072), "cpu": (512, 1024, 2048, 4096, 8192)}
@@ -111,7 +110,7 @@ class Report:
             self.place.write("\n\n".join([said, *(table.markdown() for table in self.tables)]))
 
 
-def accelerator(args: argparse.Namespace, plan: Plan, report: Report, python: str | None) -> None:
+def accelerator(args: argparse.Namespace, plan: Plan, report: Report) -> None:
     """A GPU's parts, or with `plan.tiny` the same in small anywhere."""
     limits = kernels.ceilings(plan)
     said = f"A product of {limits['side']} x {limits['side']} matrices in bfloat16. Bytes read and written are counted."
@@ -161,9 +160,6 @@ def accelerator(args: argparse.Namespace, plan: Plan, report: Report, python: st
             auto = kernels.taken(cases[0], partial=True)
             title = f"Decoding: GB/s of a cache that one query a text reads; {shape}"
             report.add("decode", results, decode_table(title, results, limits["copy"], auto, tiny))
-    if "train" in args.parts:
-        settings = (args.train_batch, args.remat, args.loss_chunks)
-        report.add("train", *train_step(plan, python, args.threads, *settings, limits["matmul"]))
 
 
 def cpu(args: argparse.Namespace, plan: Plan, report: Report) -> None:
@@ -195,9 +191,6 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=0, help="query heads (16 on a GPU, 8 on a CPU)")
     parser.add_argument("--kv-heads", type=int, default=0, help="key heads (4 on a GPU, 2 on a CPU)")
     parser.add_argument("--tokens", type=int, default=32768, help="of all texts of a batch on a GPU; longer: one text")
-    parser.add_argument("--train-batch", type=int, default=16, help="windows of 1,024 tokens a step")
-    parser.add_argument("--remat", default="none", choices=("none", "dots", "full"), help="of our train step")
-    parser.add_argument("--loss-chunks", type=int, default=8, help="of our train step")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each side")
     parser.add_argument("--threads", type=int, default=0, help="of the CPU; 0: as many as there are processors")
     parser.add_argument("--json", default="", help="a file for all that is found")
@@ -238,7 +231,7 @@ def complete(args: argparse.Namespace, platform: str) -> None:
     args.kv_heads = args.kv_heads or {"gpu": 4, "cpu": 2}[platform]
     if args.kv_heads < 1 or args.heads % args.kv_heads:
         raise UserError(f"--heads={args.heads} does not divide by --kv-heads={args.kv_heads}.")
-    for name in ("rounds", "tokens", "train_batch", "loss_chunks"):
+    for name in ("rounds", "tokens"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1.")
 
@@ -295,7 +288,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         report = Report(args.markdown, args.json, about, place)
         tell(f"{about['machine']['device']}, JAX {jax.__version__}: {', '.join(args.parts)}")
         if platform == "gpu" or args.tiny:
-            accelerator(args, plan, report, python)
+            accelerator(args, plan, report)
         else:
             cpu(args, plan, report)
     for path in filter(None, (args.json, args.write)):

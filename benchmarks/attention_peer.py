@@ -178,6 +178,12 @@ def make_trainer(job: dict) -> Any:
             with torch.autocast(self.device, torch.bfloat16):
                 return super()._loss(tokens, targets)
 
+        def peak(self, asked: dict) -> dict:
+            """Bytes of the device's memory at most, so far; on a CPU those of the process."""
+            if self.device == "cuda":
+                return {"bytes": torch.cuda.max_memory_allocated()}
+            return {"bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+
     return Trainer(job)
 
 

@@ -86,10 +86,15 @@ class Ours:
     """The train step of `pe_lab.train`."""
 
     def __init__(
-        self, shape: Shape, params: Any, batch: dict[str, np.ndarray], stability: StabilityConfig | None = None
+        self,
+        shape: Shape,
+        params: Any,
+        batch: dict[str, np.ndarray],
+        stability: StabilityConfig | None = None,
+        positional: Any = None,
     ):
         self.name, self.versions = "pe_lab" if stability is None else "with skips", versions()
-        if shape.model.dtype != "float32":
+        if positional is None and shape.model.dtype != "float32":
             self.name = shape.model.dtype
         policy = None if stability is None else skip_policy(stability)
         model = Model(shape.model)
@@ -99,7 +104,7 @@ class Ours:
         shardings = make_shardings(model, optimizer, mesh, rules, policy)
         config = model.config
         self.schedule = build_schedule(
-            layers(Rope(base=ROPE_BASE), config.layers), config.heads, config.kv_heads, config.head_dim
+            layers(positional or Rope(base=ROPE_BASE), config.layers), config.heads, config.kv_heads, config.head_dim
         )
         own = jax.tree.map(jnp.copy, params)  # the step donates its state
         self.state = jax.device_put(init_state(model, optimizer, own, policy), shardings.state)

@@ -1,4 +1,4 @@
-"""The scripts of benchmarks/gpu, tiny and on a CPU; 40 s in all."""
+"""The scripts of benchmarks/gpu, tiny and on a CPU; two minutes in all."""
 
 import json
 import os
@@ -42,3 +42,14 @@ def test_attention(tmp_path):
     assert {one["feature"] for one in found} >= {"plain", "ALiBi", "8 documents", "a sink"}
     assert all(row["error"] < 2e-2 and "seconds" in row for one in found for row in one["rows"].values())
     assert "auto / fastest" in said and (tmp_path / "attention-tiny.md").exists()
+
+
+@pytest.mark.slow
+def test_train_step(tmp_path):
+    said = run_tiny("train_step.sh", tmp_path)
+    found = json.loads((tmp_path / "train_step-tiny.json").read_text())["results"]
+    assert [one["cell"] for one in found][:3] == ["135m@8192", "135m@2048", "494m@1024"]
+    first = {one["cell"]: one["rows"]["pe_lab"]["first_losses"] for one in found}
+    # What differs is what the cell says: the same weights and tokens under another encoding, or in documents.
+    assert len({tuple(losses) for name, losses in first.items() if name.startswith("494m")}) == 5
+    assert "tokens/s" in said and (tmp_path / "train_step-tiny.md").exists()
