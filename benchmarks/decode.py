@@ -2,11 +2,13 @@
 
     python benchmarks/decode.py --peer-python=/path/to/venv/bin/python
     python benchmarks/decode.py --from=runs/smollm2 --peer-model=exported/smollm2 --peer-python=...
+    JAX_PLATFORMS=cuda python benchmarks/decode.py --cases=1x8192,16x2048 --out=benchmarks/results/h100
 
-Both sides read the same prompts of token ids and continue them greedily, in float32, with a KV cache, on as many
-threads; nothing ends a text early. Without `--from` the weights are random ones of SmolLM2-135M's shape, the same on
-both sides. The logits after the first prompt are compared, so that what is timed is the same work. The peer lives in a
-process of its own and works only while we wait, and the other way round.
+Both sides read the same prompts of token ids and continue them greedily with a KV cache, in float32 on as many threads
+of a CPU, or in bfloat16 on a GPU; nothing ends a text early. Without `--from` the weights are random ones of
+SmolLM2-135M's shape, the same on both sides. The logits after the first prompt are compared, so that what is timed is
+the same work. On a GPU, decoding is also compared with the limit of a copy: a step reads the weights and the cache
+once. The peer lives in a process of its own and works only while we wait, and the other way round.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ sys.path.insert(0, str(HERE.parent))  # as `python benchmarks/decode.py` from a 
 sys.path.insert(0, str(HERE))
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from train_step import Peer, find_peer_python, llama_names
 
@@ -95,32 +98,38 @@ class DecodePeer(Peer):
         return np.asarray(self._ask({"do": "logits", "prompts": [prompt.tolist()]})["logits"])
 
 
-def random_model() -> LanguageModel:
-    """SmolLM2-135M's shape with random weights."""
-    config = Model(from_dict(ModelConfig, preset("smollm2_135m", dtype="float32"), "smollm2_135m")).config
+def dtype() -> str:
+    """Of the computation, on this machine."""
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+
+
+def random_model(tiny: bool) -> LanguageModel:
+    """SmolLM2-135M's shape, or a tiny one, with random weights."""
+    shape = {"layers": 2, "d_model": 64, "d_ff": 128, "heads": 4, "kv_heads": 2, "head_dim": 32} if tiny else {}
+    config = Model(from_dict(ModelConfig, preset("smollm2_135m", dtype=dtype(), **shape), "smollm2_135m")).config
     described = layers(Rope(base=ROPE_BASE), config.layers)
     params = Model(config).init(jax.random.key(0))
     checkpoint = Checkpoint(Path("random"), 0, params, config, described, {})
     return LanguageModel(checkpoint, described)
 
 
-def in_float32(lm: LanguageModel) -> LanguageModel:
-    """The model computing in float32, whatever it was trained in."""
-    model = dataclasses.replace(lm.checkpoint.model, dtype="float32")
+def in_dtype(lm: LanguageModel) -> LanguageModel:
+    """The model computing in this machine's dtype, whatever it was trained in."""
+    model = dataclasses.replace(lm.checkpoint.model, dtype=dtype())
     return dataclasses.replace(lm, checkpoint=dataclasses.replace(lm.checkpoint, model=model))
 
 
 def peer_job(lm: LanguageModel, args: argparse.Namespace, threads: int, at: Path) -> dict[str, Any]:
     """What the peer is to load: an exported directory, or our weights under its names."""
+    here = {"threads": threads, "dtype": dtype(), "device": "cpu" if jax.default_backend() == "cpu" else "cuda"}
     if args.peer_model:
-        return {"model": str(Path(args.peer_model).resolve()), "threads": threads}
+        return here | {"model": str(Path(args.peer_model).resolve())}
     if args.source != "random":
         raise UserError("--from needs --peer-model: the same model as a Hugging Face directory.")
     np.savez(at / "weights.npz", **llama_names(lm.checkpoint.params))
     config = lm.config
-    return {
+    return here | {
         "weights": str(at / "weights.npz"),
-        "threads": threads,
         "config": {
             "vocab_size": config.vocab_size,
             "hidden_size": config.d_model,
@@ -136,10 +145,10 @@ def peer_job(lm: LanguageModel, args: argparse.Namespace, threads: int, at: Path
 
 
 def compare(sides: Sequence[Any], prompt: np.ndarray) -> float:
-    """The largest difference of next-token logits after a prompt; `UserError` beyond 1e-2 of their spread."""
+    """The largest difference of next-token logits after a prompt; `UserError` beyond a part of their spread."""
     ours, theirs = (side.logits(prompt) for side in sides)
     difference = float(np.abs(ours - theirs).max())
-    if difference > 1e-2 * np.ptp(ours):
+    if difference > {"float32": 1e-2, "bfloat16": 5e-2}[dtype()] * np.ptp(ours):
         raise UserError(f"The sides' logits differ by {difference:.3g}: they do not read the same weights.")
     return difference
 
@@ -172,6 +181,17 @@ def summarize(turns: dict[str, list[dict[str, Any]]], batch: int, length: int, n
     return rows
 
 
+def copy_limit(lm: LanguageModel, batch: int, tokens: float) -> float:
+    """New tokens a second if a step read the weights and the caches of so many tokens as fast as a copy does."""
+    from attention_kernels import ceilings
+    from attention_tools import Plan
+
+    config, size = lm.config, jnp.dtype(dtype()).itemsize
+    cache = 2 * config.layers * config.kv_heads * config.head_dim * tokens * batch
+    weights = Model(config).num_parameters
+    return batch * ceilings(Plan(tiny=dtype() == "float32"))["copy"] / (size * (weights + cache))
+
+
 def show(rows: Sequence[dict[str, Any]]) -> None:
     print(f"{'':8}{'prefill':>10}{'best':>10}{'ours/this':>11}{'of best':>9}", end="")
     print(f"{'decode':>10}{'best':>10}{'ours/this':>11}{'of best':>9}{'CPU s':>8}{'CPU time':>10}")
@@ -188,6 +208,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--peer-model", default="", help="the same model as a Hugging Face directory")
     parser.add_argument("--peer-python", default="", help="a Python with torch and transformers")
     parser.add_argument("--ours-only", action="store_true", help="no peer")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model instead of SmolLM2-135M's shape")
     parser.add_argument("--threads", type=int, default=0, help="0: as many as there are processors")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each side, after one that is not counted")
     parser.add_argument("--cases", default="1x512,1x2048,4x512", help="rows x prompt tokens, with commas")
@@ -217,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     python = None if args.ours_only else find_peer_python(args.peer_python)
     keep_freed_memory()
     start_processes()
-    lm = random_model() if args.source == "random" else in_float32(pe_lab.load(args.source))
+    lm = random_model(args.tiny) if args.source == "random" else in_dtype(pe_lab.load(args.source))
     rng, cases = np.random.default_rng(0), []
     with tempfile.TemporaryDirectory() as folder:
         sides: list[Any] = [Ours(lm)]
@@ -232,15 +253,20 @@ def main(argv: Sequence[str] | None = None) -> int:
                 same = float((ids[0] == ids[-1]).mean())
                 turns = {n: [{k: v for k, v in r.items() if k != "ids"} for r in rs] for n, rs in turns.items()}
                 rows = summarize(turns, batch, length, args.new)
-                print(f"\n{batch} x {length} tokens, {args.new} new ones each, float32, {threads} threads", end="")
+                print(f"\n{batch} x {length} tokens, {args.new} new ones each, {dtype()}, {threads} threads", end="")
                 print(f"; {100 * same:.0f}% of the tokens are the same" if python else "")
                 show(rows)
-                cases.append({"batch": batch, "length": length, "same": same, "rows": rows, "turns": turns})
+                case = {"batch": batch, "length": length, "same": same, "rows": rows, "turns": turns}
+                if args.tiny or dtype() == "bfloat16":
+                    limit = case["copy_limit"] = copy_limit(lm, batch, length + args.new / 2)
+                    print(f"decoding / the limit of a copy, {limit:,.0f} tokens/s: {rows[0]['decode'] / limit:.2f}")
+                cases.append(case)
         finally:
             for side in sides[1:]:
                 side.stop()
     if args.out:
-        path = Path(args.out) / f"decode-threads{threads}-jax{jax.__version__}.json"
+        of = f"threads{threads}" if dtype() == "float32" else "gpu"
+        path = Path(args.out) / f"decode-{of}-jax{jax.__version__}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         result = {
             "source": args.source,

@@ -17,7 +17,7 @@ def build(job: dict) -> torch.nn.Module:
     """The model of a directory, or a Llama with the weights of a file, whose names are the peer's own."""
     if "model" in job:
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            job["model"], dtype=torch.float32, attn_implementation="sdpa"
+            job["model"], dtype=getattr(torch, job.get("dtype", "float32")), attn_implementation="sdpa"
         )
     else:
         config = transformers.LlamaConfig(**job["config"], tie_word_embeddings=True, attn_implementation="sdpa")
@@ -29,7 +29,7 @@ def build(job: dict) -> torch.nn.Module:
         model.tie_weights()
     # Nothing ends a text early, and nothing is drawn.
     model.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0)
-    return model.eval()
+    return model.to(job.get("device", "cpu"), getattr(torch, job.get("dtype", "float32"))).eval()
 
 
 class Clock:
@@ -92,7 +92,7 @@ def main() -> None:
         if asked["do"] == "answer":
             reply(answer(model, asked["prompts"], asked["new"], asked["eos"]))
             continue
-        prompts = torch.tensor(asked["prompts"])
+        prompts = torch.tensor(asked["prompts"], device=model.device)
         if asked["do"] == "logits":
             reply({"logits": model(prompts).logits[0, -1].tolist()})
         else:

@@ -53,3 +53,13 @@ def test_train_step(tmp_path):
     # What differs is what the cell says: the same weights and tokens under another encoding, or in documents.
     assert len({tuple(losses) for name, losses in first.items() if name.startswith("494m")}) == 5
     assert "tokens/s" in said and (tmp_path / "train_step-tiny.md").exists()
+
+
+@pytest.mark.slow
+def test_decode(tmp_path):
+    said = run_tiny("decode.sh", tmp_path)
+    (path,) = tmp_path.glob("decode-*.json")
+    found = json.loads(path.read_text())
+    assert [(one["batch"], one["length"]) for one in found["cases"]] == [(1, 16), (2, 40)]
+    assert all(one["rows"][0]["decode"] > 0 and one["copy_limit"] > 0 for one in found["cases"])
+    assert said.count("the limit of a copy") == 2
