@@ -115,7 +115,17 @@ class HopperStatic:
         return pl.cdiv((self.rows if self.tiles.heads == 1 else self.queries) + self.tiles.keys, LINE) * LINE
 
 
+# What is copied with each block of keys.
+OF_KEYS = ("key segments", "key positions", "key bias", "distance bias", "block cos", "block sin")
+
+
 def forward(static: HopperStatic, names: tuple[str, ...], *refs: Any, **shared: Any) -> None:
+    """Blocks of queries of one head, or of a group's heads, one for each warpgroup, against the keys that they see.
+
+    Args:
+      names: of the input arrays, which come first in `refs`; the output and the logsumexp follow.
+      shared: buffers and barriers of `shared_memory`.
+    """
     cut, window, K = static.tiles, static.window, static.head_dim
     ref = dict(zip(names, refs, strict=False))
     out_ref, logsumexp_ref = refs[len(names) :]
@@ -139,7 +149,6 @@ def forward(static: HopperStatic, names: tuple[str, ...], *refs: Any, **shared: 
     else:
         last_query = jnp.minimum(first_query + static.rows, static.queries) - 1
         begin, whole_from, whole_to, end = key_sections(first_query, last_query, static.keys, window, cut.keys)
-
     begin, end = jnp.int32(begin), jnp.int32(end)
 
     def one_or_each(x: Any) -> Any:
@@ -384,10 +393,6 @@ def forward(static: HopperStatic, names: tuple[str, ...], *refs: Any, **shared: 
 
     pl.when(me < cut.warpgroups)(compute)
     pl.when(me == cut.warpgroups)(copy)
-
-
-# What is copied with each block of keys.
-OF_KEYS = ("key segments", "key positions", "key bias", "distance bias", "block cos", "block sin")
 
 
 FEW = 64  # queries, over heads that share a key head, that one program stacks in a block
