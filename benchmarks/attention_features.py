@@ -153,10 +153,10 @@ def off(name: str, what: str, case: Case, plan: Plan, backward: bool) -> float:
 
 def measured(what: str, case: Case, short: Case, plan: Plan, backward: bool) -> dict[str, dict[str, Any]]:
     """A row for each implementation that honours a feature: its error, then its times, or why there are none."""
+    capability, apart = 9.0 if plan.tiny else compute_capability(), what == ROTATES
     request = AttentionRequest(
-        FEATURES[what].needs, "gpu", 9.0 if plan.tiny else compute_capability(), case.K, case.dtype, case.T, backward,
-        split_heads=what == ROTATES,
-    )  # fmt: skip
+        FEATURES[what].needs, "gpu", capability, case.K, case.dtype, case.T, case.B, backward, split_heads=apart
+    )
     rows, turns = {}, {}
     names = [name for name in KERNELS if name in runs(plan.tiny)]
     names = [name for name in names if not refusals(IMPLEMENTATIONS[name].capabilities, request)]

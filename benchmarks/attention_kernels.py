@@ -115,7 +115,7 @@ def auto(backward: bool) -> Run:
 def taken(case: Case, backward: bool = False, needs: frozenset[str] = frozenset(), **more: bool) -> str:
     """The name of the implementation that the dispatcher chooses; `more` are fields of the request."""
     here = platform(), compute_capability()
-    return choose("auto", AttentionRequest(needs, *here, case.K, case.dtype, case.S, backward, **more))
+    return choose("auto", AttentionRequest(needs, *here, case.K, case.dtype, case.S, case.B, backward, **more))
 
 
 def kernel_alone(tiny: bool) -> Run:

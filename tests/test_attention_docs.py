@@ -48,7 +48,7 @@ def test_choices_are_for_the_length_and_the_head_dim_that_are_asked_for(monkeypa
     asked = []
     monkeypatch.setattr(attention_command, "choose", lambda name, request: asked.append(request) or name)
     choices("tpu", 96, 777)
-    lengths, channels = {"1M tokens": 2**20, "1,000 tokens": 1000}, {"heads of 256 channels": 256}
+    lengths, channels = {"1M tokens": 2**20, "one sequence of 1,000 tokens": 1000}, {"heads of 256 channels": 256}
     assert [request.length for request in asked[::2]] == [lengths.get(name, 777) for name in REQUESTS]
     assert [request.head_dim for request in asked[::2]] == [channels.get(name, 96) for name in REQUESTS]
     assert {(request.platform, request.capability) for request in asked} == {("tpu", 0.0)}

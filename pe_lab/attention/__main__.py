@@ -27,7 +27,7 @@ REQUESTS = {
     "heads that rotate differently": AttentionRequest(split_heads=True),
     "float32": AttentionRequest(dtype="float32"),
     "heads of 256 channels": AttentionRequest(head_dim=256),
-    "1,000 tokens": AttentionRequest(length=1000),
+    "one sequence of 1,000 tokens": AttentionRequest(length=1000, sequences=1),
     "1M tokens": AttentionRequest(length=2**20),
     "sequences on several devices": AttentionRequest(partial=True),
 }

@@ -82,6 +82,7 @@ def attention(
         query.dtype.name,
         T,
         segments=segments is not None,
+        sequences=B,
         positions=positions is not None,
         soft_cap=soft_cap is not None,
         backward=backward,

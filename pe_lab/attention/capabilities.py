@@ -60,6 +60,7 @@ class AttentionRequest(NamedTuple):
       platform: cpu, gpu or tpu.
       capability: the compute capability of a GPU, as 9.0 for an H100.
       head_dim, dtype, length: K, the dtype of queries, and the tokens of a sequence.
+      sequences: of a call; None: many.
       backward: a gradient will be taken.
       split_heads: heads of a group rotate differently, so that a key is rotated once per query head.
       partial: partial results over blocks of keys will be merged, as KV caches and a context axis of the mesh need it.
@@ -71,6 +72,7 @@ class AttentionRequest(NamedTuple):
     head_dim: int = 64
     dtype: str = "bfloat16"
     length: int = 1024
+    sequences: int | None = None
     backward: bool = False
     split_heads: bool = False
     partial: bool = False

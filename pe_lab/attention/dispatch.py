@@ -105,6 +105,7 @@ def layer_request(
     length: int,
     *,
     segments: bool = False,
+    sequences: int | None = None,
     positions: bool = False,
     soft_cap: bool = False,
     backward: bool = False,
@@ -116,6 +117,7 @@ def layer_request(
       heads: query heads H, key-value heads G, and head_dim K.
       length: tokens of a sequence.
       segments: sequences hold several documents.
+      sequences: of a call; None: many.
       positions: those of tokens are not their indices.
       soft_cap: on the products of queries and keys.
       backward: a gradient will be taken.
@@ -136,6 +138,7 @@ def layer_request(
         head_dim=K,
         dtype=dtype,
         length=length,
+        sequences=sequences,
         backward=backward,
         split_heads=structure.rotates and structure.heads == "split" and H != G,
         partial=context_size() > 1 if partial is None else partial,

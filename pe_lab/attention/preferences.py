@@ -59,8 +59,8 @@ PREFERENCES = (
         ("dense", "cudnn", "tokamax", *_KERNELS, "chunked", "reference"),
     ),
     Preference(
-        "a GPU, at most 1,024 tokens",
-        lambda request, chunk: request.length <= 1024,
+        "a GPU, one sequence of at most 1,024 tokens",
+        lambda request, chunk: request.sequences == 1 and request.length <= 1024,
         ("pallas_gpu", "cudnn", "tokamax", "pallas_hopper", *_OTHERS),
         _H100,
         {

@@ -251,27 +251,33 @@ class Model:
         return KeyRotation(fixed_freq[chosen], gain[chosen])
 
     def attention_request(
-        self, structure: LayerStructure, length: int, segments: bool = False, partial: bool | None = None
+        self,
+        structure: LayerStructure,
+        length: int,
+        segments: bool = False,
+        partial: bool | None = None,
+        sequences: int | None = None,
     ) -> AttentionRequest:
-        """The request of one layer for sequences of `length` tokens; `partial` as in `layer_request`."""
+        """The request of one layer for sequences of `length` tokens; other arguments as in `layer_request`."""
         config = self.config
         channels = cached_sizes(structure.hooks, self.head_shape).key_channels
         heads = config.heads, config.kv_heads, max(config.head_dim, channels)
         backward = self.backward and not partial  # only KV caches request `partial`
         return layer_request(
-            structure, heads, config.dtype, length, segments=segments, backward=backward, partial=partial
-        )
+            structure, heads, config.dtype, length,
+            segments=segments, sequences=sequences, backward=backward, partial=partial,
+        )  # fmt: skip
 
     def attention_by_layer(
-        self, structure: Sequence[LayerStructure], length: int, segments: bool = False
+        self, structure: Sequence[LayerStructure], length: int, segments: bool = False, sequences: int | None = None
     ) -> tuple[str, ...]:
-        """The name of each layer's attention implementation for sequences of `length`, on the current mesh.
+        """The name of each layer's attention implementation for so many sequences of `length`, on the current mesh.
 
         Raises:
           UnsupportedError: no implementation, or not the one in the config, serves a layer.
         """
         config = self.config
-        requests = [self.attention_request(one, length, segments) for one in structure]
+        requests = [self.attention_request(one, length, segments, sequences=sequences) for one in structure]
         return tuple(choose(config.attention, request, config.attention_chunk) for request in requests)
 
     def apply(

@@ -90,9 +90,11 @@ class RunPlan:
 
     def attention(self, phase: PhasePlan) -> str:
         """The attention of a phase, such as `chunked on layers 0-23`; `UserError` if the config's cannot compute it."""
-        model, structure = self.models[phase.index], phase.schedule.structure
+        model, structure, config = self.models[phase.index], phase.schedule.structure, phase.config
         with use_mesh(self.mesh, self.rules):
-            chosen = model.attention_by_layer(structure, phase.config.sequence_length, self.config.data.segments)
+            chosen = model.attention_by_layer(
+                structure, config.sequence_length, self.config.data.segments, config.batch_size // config.accumulate
+            )
         return ", ".join(f"{name} on layers {where}" for name, where in ranges_by(chosen).items())
 
     def flops(self, phase: PhasePlan) -> Flops:

@@ -95,7 +95,9 @@ A100 = GPU._replace(capability=8.0)
         (GPU._replace(dtype="float32"), "pallas_gpu"),
         (GPU._replace(head_dim=256), "cudnn"),
         (A100._replace(head_dim=256), "pallas_gpu"),
-        (GPU._replace(length=1000), "pallas_gpu"),
+        (GPU._replace(length=1000, sequences=1), "pallas_gpu"),
+        (GPU._replace(length=1000, sequences=128), "cudnn"),
+        (GPU._replace(length=1000), "cudnn"),
         (GPU._replace(needs=frozenset({"segments"})), "tokamax"),
         (GPU._replace(needs=frozenset({"segments"}), backward=True), "tokamax"),
         (A100._replace(needs=frozenset({"segments"}), backward=True), "pallas_gpu"),
@@ -136,7 +138,7 @@ def test_auto_takes_what_this_machine_has(installed, monkeypatch):
 # Requests that together need every row of the table.
 REACHING = [
     one._replace(length=length, split_heads=split)
-    for one in (AttentionRequest(), TPU, GPU)
+    for one in (AttentionRequest(), TPU, GPU, GPU._replace(sequences=1))
     for length in (100, 1000, 10_000, 10**6)
     for split in (False, True)
 ]
@@ -155,7 +157,7 @@ def measured() -> dict[tuple[str, str, bool], tuple[AttentionRequest, dict[str, 
                 case, numbers = one["case"], one["numbers"]
                 asked = AttentionRequest(
                     platform="gpu", capability=capability, head_dim=case["K"], dtype=case["dtype"], length=case["T"],
-                    backward=part != "forward",
+                    backward=part != "forward", sequences=case["B"],
                 )  # fmt: skip
                 for apart, ending in ((False, ""), (True, ", heads rotate differently")):
                     speeds = {i: numbers[i + ending] for i in IMPLEMENTATIONS if numbers.get(i + ending)}
