@@ -222,13 +222,11 @@ def prepare(shape: Shape) -> tuple[Any, dict[str, np.ndarray]]:
     return params, batch | {"weights": np.ones(batch["tokens"].shape, np.float32)}
 
 
-def start_peers(
-    kinds: Sequence[str], python: str, shape: Shape, params: Any, batch: dict[str, np.ndarray], threads: int, at: Path
-) -> list[Peer]:
-    """Starts the peers. `kinds`: of eager, compiled; both with AdamW's fused form, torch's fastest."""
+def peer_job(shape: Shape, params: Any, batch: dict[str, np.ndarray], threads: int, at: Path) -> dict[str, Any]:
+    """What a peer is to train, with weights and batch in files."""
     np.savez(at / "weights.npz", **llama_names(params))
     np.savez(at / "batch.npz", tokens=batch["tokens"], targets=batch["targets"])
-    job = {
+    return {
         "config": llama_config(shape),
         "weights": str(at / "weights.npz"),
         "batch": str(at / "batch.npz"),
@@ -236,6 +234,13 @@ def start_peers(
         "optimizer": dataclasses.asdict(OPTIMIZER),
         "optimizer_kind": "fused",
     }
+
+
+def start_peers(
+    kinds: Sequence[str], python: str, shape: Shape, params: Any, batch: dict[str, np.ndarray], threads: int, at: Path
+) -> list[Peer]:
+    """Starts the peers. `kinds`: of eager, compiled; both with AdamW's fused form, torch's fastest."""
+    job = peer_job(shape, params, batch, threads, at)
     command = [python, str(HERE / "train_step_peer.py")]
     return [Peer(f"torch {kind}", command, job | {"compile": kind == "compiled"}, at / f"{kind}.log") for kind in kinds]
 

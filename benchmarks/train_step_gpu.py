@@ -35,7 +35,7 @@ import jax
 platforms = os.environ.get("JAX_PLATFORMS")
 import numpy as np
 from attention_tools import Table, TorchPeer, number, ratios, reason, tell
-from train_step import OPTIMIZER, ROPE_BASE, Ours, Shape, find_peer_python, llama_config, llama_names, measure, prepare
+from train_step import ROPE_BASE, Ours, Shape, find_peer_python, measure, peer_job, prepare
 
 if platforms is None:
     os.environ.pop("JAX_PLATFORMS", None)  # `train_step.py` says cpu; JAX has read it before, the peer has not
@@ -105,18 +105,8 @@ def packed(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def start_peer(python: str, shape: Shape, params: Any, batch: Any, threads: int, at: Path) -> TorchPeer:
     """transformers' Llama with the same weights, compiled."""
-    np.savez(at / "weights.npz", **llama_names(params))
-    np.savez(at / "batch.npz", tokens=batch["tokens"], targets=batch["targets"])
-    job = {
-        "device": "cpu" if jax.default_backend() == "cpu" else "cuda",
-        "config": llama_config(shape),
-        "weights": str(at / "weights.npz"),
-        "batch": str(at / "batch.npz"),
-        "threads": threads,
-        "optimizer": dataclasses.asdict(OPTIMIZER),
-        "optimizer_kind": "fused",
-        "compile": True,
-    }
+    device = "cpu" if jax.default_backend() == "cpu" else "cuda"
+    job = peer_job(shape, params, batch, threads, at) | {"device": device, "compile": True}
     peer = TorchPeer(python, job, at)
     peer.name = "torch compiled"
     return peer

@@ -21,6 +21,10 @@ class Sections(NamedTuple):
     whole_to: Any
     end: Any
 
+    def stacked(self) -> Int[Array, "*axes 4"]:
+        """One array, for a kernel."""
+        return jnp.stack(jnp.broadcast_arrays(*self), -1).astype(jnp.int32)
+
 
 def _before(token: Any, size: int) -> Any:
     return jax.lax.div(jnp.maximum(token, 0), size)

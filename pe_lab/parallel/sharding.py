@@ -239,12 +239,15 @@ def platform() -> str:
 
 
 def compute_capability() -> float:
-    """Of the GPUs of the mesh of `use_mesh`, else of this machine, as 9.0 for an H100; 0 where there is none."""
+    """Of the GPUs of the mesh of `use_mesh`, else of this machine, as 9.0 for an H100; 0 without NVIDIA's."""
     if platform() != "gpu":
         return 0.0
     current = _current.get()
     device = jax.local_devices()[0] if current is None else current[0].devices.flat[0]
-    return float(getattr(device, "compute_capability", 0.0))
+    try:
+        return float(device.compute_capability)
+    except (AttributeError, ValueError):  # not NVIDIA's
+        return 0.0
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:

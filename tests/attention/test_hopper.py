@@ -143,7 +143,7 @@ def test_key_blocks_merge_as_in_a_ring():
     assert error(both.logsumexp, asked.logsumexp) < 1e-5
 
 
-def test_blocks_of_other_documents_are_not_read(monkeypatch):
+def test_blocks_of_other_documents_are_not_read():
     """Keys of another document in a block of their own may be anything, even where no mask would hide them."""
     case = Case(T=256, S=256, segments=True, dtype="bfloat16")
     asked = request(case, garbage=False)

@@ -54,7 +54,7 @@ TOKAMAX = Capabilities(
     head_dims=lambda K, capability: K <= 256,
     head_dims_text="at most 256",
     platforms=("gpu",),
-    gpus=lambda capability: 9 <= capability < 12,
+    gpus=lambda capability: 9 <= capability < 11,
     needs="compute capability 9.0 or 10.x",
 )
 SLOPES_UP_TO = 2**17  # tokens: slope times position is a float32

@@ -13,8 +13,8 @@ Without a dynamic start, end or document, a program computes which blocks it see
 there are few queries, those of the heads that share a key head are stacked in one block, and several programs share
 the visible keys.
 
-What a warpgroup holds fits into 168 registers a thread up to 128 channels: JAX's CUDA wheels compile Mosaic kernels by
-libnvJitLink, with which ptxas ignores `setmaxnreg`. With more channels, sums spill (docs/attention.md).
+Computing warpgroups ask for 232 registers a thread. JAX's CUDA wheels compile Mosaic kernels by libnvJitLink, with
+which ptxas ignores `setmaxnreg`: then they have 168, and what does not fit is spilled (table: docs/attention.md).
 """
 
 from __future__ import annotations
@@ -591,4 +591,4 @@ def _sections(start: jax.Array, used: jax.Array, inputs: AttentionInputs, static
     each = (found.end - found.begin + static.splits - 1) // static.splits
     begin = jnp.minimum(found.begin + jnp.arange(static.splits) * each, found.end)
     found = found._replace(begin=begin, end=jnp.minimum(begin + each, found.end))
-    return jnp.stack(jnp.broadcast_arrays(*found), -1).astype(jnp.int32)
+    return found.stacked()

@@ -39,7 +39,7 @@ from pe_lab.attention.kernels.hopper_program import (
     to_rows,
 )
 from pe_lab.attention.key_block import FLOOR, AttentionInputs, KeyBlockGradients, check_block
-from pe_lab.attention.sections import Sections, ends_of_blocks, key_sections, query_sections, within_documents
+from pe_lab.attention.sections import ends_of_blocks, key_sections, query_sections, within_documents
 from pe_lab.errors import UnsupportedError
 
 
@@ -170,8 +170,8 @@ def key_gradient(static: HopperGradientStatic, names: tuple[str, ...], *refs: An
         return plgpu.load(x.at[rows], layout=DOWN, optimized=False)
 
     of_keys = {name: of_rows(program.one_or_each(name)) for name in ("key positions", "key segments") if name in ref}
-    names = ("logsumexp", "inner", "query positions", "query segments", "distance bias")
-    vectors = [name for name in names if name in ref]
+    moving = ("logsumexp", "inner", "query positions", "query segments", "distance bias")
+    vectors = [name for name in moving if name in ref]
     plgpu.barrier_wait(shared["own ready"].at[me])
 
     def start(n: jax.Array) -> None:
@@ -301,18 +301,18 @@ def hopper_key_block_gradient(
     logsumexp = jnp.where(logsumexp > FLOOR, logsumexp * LOG2_E, UNSEEN)
     table = inputs.distance_bias
     static = HopperGradientStatic(
-        1 if K > 128 else 2,
-        2,
-        T,
-        S,
-        H,
-        G,
-        K,
-        B,
-        inputs.window,
-        inputs.soft_cap,
-        0 if table is None else table.shape[1],
-        interpret,
+        warpgroups=1 if K > 128 else 2,
+        stages=2,
+        queries=T,
+        keys=S,
+        heads=H,
+        kv_heads=G,
+        head_dim=K,
+        batch=B,
+        window=inputs.window,
+        soft_cap=inputs.soft_cap,
+        entries=0 if table is None else table.shape[1],
+        interpret=interpret,
     )
     tokens = query, key, value, d_out.astype(query.dtype), logsumexp, inner.astype(jnp.float32)
     of_queries = _of_queries(tokens, inputs, static, start, used)
@@ -366,7 +366,7 @@ def _of_queries(
         if inputs.query_segments is not None:
             ends = ends_of_blocks(inputs.query_segments, static.tile), ends_of_blocks(inputs.key_segments, SIDE)
             found = within_documents(found, *ends)
-        arrays["sections"] = _stacked(found, first.shape)
+        arrays["sections"] = found.stacked()
     shape = static.batch * static.heads, tiles * static.tile
     out = {"d_query": (*shape, static.head_dim)}
     out |= {} if inputs.slope is None else {"d_slope": shape}
@@ -388,7 +388,7 @@ def _of_keys(
     if inputs.query_segments is not None:
         ends = ends_of_blocks(inputs.key_segments, static.tile), ends_of_blocks(inputs.query_segments, SIDE)
         found = within_documents(found, *ends, whole_at_begin=True)
-    arrays["sections"] = _stacked(found, first.shape)
+    arrays["sections"] = found.stacked()
     vectors = ("logsumexp", "inner", "query positions", "query segments", "distance bias")
     shared = _shared(arrays, static, ("key", "value"), ("query", "d_out"), vectors)
     grid = {"tile": tiles, "head": static.kv_heads, "batch": static.batch}
@@ -402,7 +402,3 @@ def _of_keys(
             out["d_key_bias"] = static.batch * static.heads, rows
         found |= run_program(key_gradient, replace(static, wanted=wanted), arrays, out, shared, grid)
     return found
-
-
-def _stacked(sections: Sections, shape: tuple[int, ...]) -> jax.Array:
-    return jnp.stack([jnp.broadcast_to(x, shape) for x in sections], -1).astype(jnp.int32)

@@ -51,8 +51,7 @@ def add_product(total: jax.Array, left: jax.Array, right: Any, interpret: bool) 
 def looked_up(tables: Any, slot: jax.Array, index: jax.Array, interpret: bool) -> jax.Array:
     """tables[slot][index], of float32 in shared memory, where all axes of a table count as one.
 
-    The index has the layout of logits, and depends on the difference of row and column alone if the tables are by
-    distance: then both rows of 8 tokens that a thread has share their entries.
+    The index has the layout of logits. The interpreter has no such access (JAX 0.12).
     """
     if interpret:
         return tables[slot].reshape(-1)[index]
