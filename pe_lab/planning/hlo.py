@@ -195,8 +195,8 @@ def scope(op_name: str) -> str:
         return found[0] + (f" + {len(found) - 1}" if len(found) > 1 else "") if found else ""
     parts = op_name.partition(";")[0].split("/")
     names = [re.sub(r"^(?:\w+\()*([^()]*)\)*$", r"\1", part) for part in parts[:-1] if not part.startswith("jit(")]
-    names = [name for name in names if name and name not in _STRUCTURE and "," not in name]
-    names = names[1:3] if names[:1] == [LAYERS] and len(names) > 1 else names[:2]
+    names = [name for name in names if name and not _STRUCTURE.fullmatch(name) and "," not in name]
+    names = ([name for name in names if name != LAYERS] or names[:1])[:2]
     if not names:
         return ""
     recomputed, backward = "rematted_computation" in parts, any(part.startswith("transpose(") for part in parts)
@@ -204,9 +204,9 @@ def scope(op_name: str) -> str:
 
 
 LAYERS = "layers"  # the scope around all layers
-_STRUCTURE = (
-    "while", "body", "cond", "closed_call", "checkpoint", "rematted_computation", "shard_map", "step", "eval_jaxpr",
-)  # fmt: skip
+_STRUCTURE = re.compile(
+    r"while|body|cond|branch_\d+_fun|closed_call|checkpoint|rematted_computation|shard_map|step|eval_jaxpr"
+)
 
 
 class Execution(NamedTuple):
@@ -220,20 +220,24 @@ class Execution(NamedTuple):
 def parse(text: str) -> Module:
     """The program of an HLO text, as XLA of JAX 0.10 to 0.12 writes it.
 
+    JAX 0.12 may write `%state#2` for an element of a tuple, which JAX 0.10 gets by an instruction: here both are one.
+
     Raises:
       ValueError: the text has no entry computation.
     """
     computations: dict[str, tuple[Instruction, ...]] = {}
-    entry, name, body = "", "", []
+    entry, name, body = "", "", {}
     tables: dict[str, dict[int, str]] = {}
     table = ""
     for line in _lines(text):
         if name:
             if _ENDS.match(line):
-                computations[name] = tuple(body)
-                name, body = "", []
-            elif (one := _instruction(line)) is not None:
-                body.append(one)
+                computations[name] = tuple(one for one, _ in body.values())
+                name, body = "", {}
+            elif (found := _instruction(line)) is not None:
+                for operand in found[0].operands:
+                    _add_element(body, operand)
+                body[found[0].name] = found
         elif line.endswith("{") and (line.startswith(("%", "ENTRY"))):
             head = line.removeprefix("ENTRY ").lstrip("%")
             name = re.match(r"[\w.\-]+", head)[0]
@@ -276,24 +280,51 @@ def _frames(tables: Mapping[str, Mapping[int, str]]) -> dict[int, tuple[str, str
 _ENDS = re.compile(r"\}(, execution_thread=.*)?$")
 _NAME = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
 _SHAPE = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](\{[^{}]*\})?")
-_OPERAND = re.compile(r"%([\w.\-]+)")
+_OPERAND = re.compile(r"%([\w.\-#]+)")
 
 
-def _instruction(line: str) -> Instruction | None:
+def _add_element(body: dict[str, tuple[Instruction, str]], operand: str) -> None:
+    """Adds the instruction that an operand `state#2` stands for."""
+    name, written, index = operand.rpartition("#")
+    if not written or operand in body:
+        return
+    _add_element(body, name)
+    result = _elements(body[name][1])[int(index)]
+    body[operand] = Instruction(operand, "get-tuple-element", _shapes(result), (name,), f"), index={index}"), result
+
+
+def _instruction(line: str) -> tuple[Instruction, str] | None:
+    """The instruction of a line, and the text of its result's shape."""
     found = _NAME.match(line)
     if not found:
         return None
     start = found.end()
     end = _closing(line, start) if line[start] == "(" else line.index(" ", start)
-    shapes = tuple(
-        Shape(dtype, tuple(int(size.lstrip("<=")) for size in dims.split(",") if size), layout)
-        for dtype, dims, layout in _SHAPE.findall(line[start:end])
-    )
     opcode, _, rest = line[end:].strip().partition("(")
     close = _closing("(" + rest, 0) - 1
     operands = tuple(_OPERAND.findall(rest[: close - 1]))
     text = rest[:close] if opcode in ("constant", "parameter") else ""
-    return Instruction(found[2], opcode, shapes, operands, text + rest[close:], bool(found[1]))
+    result = line[start:end]
+    return Instruction(found[2], opcode, _shapes(result), operands, text + rest[close:], bool(found[1])), result
+
+
+def _shapes(result: str) -> tuple[Shape, ...]:
+    return tuple(
+        Shape(dtype, tuple(int(size.lstrip("<=")) for size in dims.split(",") if size), layout)
+        for dtype, dims, layout in _SHAPE.findall(result)
+    )
+
+
+def _elements(result: str) -> list[str]:
+    """The elements of a tuple's shape."""
+    found, depth = [""], 0
+    for letter in re.sub(r"/\*.*?\*/", "", result)[1:-1]:
+        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(letter, 0)
+        if letter == "," and depth == 0:
+            found.append("")
+        else:
+            found[-1] += letter
+    return [one.strip() for one in found]
 
 
 def _closing(text: str, start: int) -> int:

@@ -240,25 +240,27 @@ KERNELS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "triton_kernel_call", "mos
 PRODUCTS = ("__cublas$",)  # matrix products, by NVIDIA's library
 
 
-def memory_bytes(module: Module) -> int:
-    """Bytes that the operations of a step read from and write to the device's main memory.
+def memory_traffic(module: Module) -> Counter[str]:
+    """Bytes that the operations of a step read from and write to the device's main memory, by where they come from.
 
     Each operation, or fusion of several, reads its operands and writes its results once; of an array of which it
     takes or writes a slice, the slice. What stays in a core's own memory is not counted.
     """
-    total = 0
+    found: Counter[str] = Counter()
     for step in module.walk():
         one = step.instruction
-        if one.opcode in _NO_TRAFFIC or any(outer.opcode not in ("while", "call") for outer in step.inside):
+        if one.opcode in _NO_TRAFFIC or one.opcode.endswith(("-done", "-update")):
             continue
-        total += step.times * _traffic(module, step)
-    return total
+        if all(outer.opcode in _PARTS for outer in step.inside) and (moved := step.times * _traffic(module, step)):
+            found[module.source(one)] += moved
+    return found
 
 
 _NO_TRAFFIC = (
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call", "conditional", "iota",
-    "partition-id", "after-all", "copy-done", "async-done", "all-gather-done", "all-reduce-done", "async-update",
+    "partition-id", "after-all", "async-start",
 )  # fmt: skip
+_PARTS = ("while", "call", "async-start")  # the operations of their computations run one by one
 
 
 def _traffic(module: Module, step: Execution) -> int:
@@ -266,14 +268,18 @@ def _traffic(module: Module, step: Execution) -> int:
     inputs = _operand_shapes(module, step)
     body = module.computations.get(one.called[0], ()) if one.opcode == "fusion" and one.called else ()
     read = sum(_read(body, i, shape) for i, shape in enumerate(inputs) if shape.space == 0)
-    if one.opcode == "dynamic-slice":
-        read = sum(shape.bytes for shape in one.shapes)
-    updates = [each for each in body if each.opcode == "dynamic-update-slice"]
+    results = one.shapes
+    if one.opcode == "copy-start":
+        results = one.shapes[:1]  # before what is copied
+    elif one.opcode.endswith("-start") and one.opcode != "all-reduce-start":
+        results = one.shapes[len(inputs) :]  # behind the operands
+    if one.opcode.removesuffix("-start") in ("dynamic-slice", "slice") and inputs[0].space == 0:
+        read = results[0].bytes
     names = {each.name: each for each in body}
-    written = sum(shape.bytes for shape in one.shapes if shape.space == 0)
-    for each in [*updates, *([one] if one.opcode == "dynamic-update-slice" else [])]:
-        if each.shapes[0] in one.shapes:
-            update = names.get(each.operands[1]) if body else None
+    written = sum(shape.bytes for shape in results if shape.space == 0)
+    for each in [one, *body]:
+        if each.opcode == "dynamic-update-slice" and each.shapes[0] in one.shapes:
+            update = names.get(each.operands[1])
             written -= each.bytes - (update.bytes if update is not None else inputs[1].bytes)
     return read + max(0, written)
 
@@ -283,9 +289,13 @@ def _read(body: Sequence[Instruction], index: int, shape: Shape) -> int:
     parameter = next((one for one in body if one.opcode == "parameter" and one.text.startswith(f"{index})")), None)
     if parameter is None:
         return shape.bytes
-    uses = [one for one in body if parameter.name in one.operands]
+    same = {parameter.name}  # the parameter, and other shapes of the same bytes
+    for one in body:
+        if one.opcode == "bitcast" and same.intersection(one.operands):
+            same.add(one.name)
+    uses = [one for one in body if same.intersection(one.operands) and one.name not in same]
     if uses and all(one.opcode in ("dynamic-slice", "slice", "gather") for one in uses):
-        return sum(one.bytes for one in uses)
-    if uses and all(one.opcode == "dynamic-update-slice" and one.operands[0] == parameter.name for one in uses):
+        return min(shape.bytes, sum(one.bytes for one in uses))
+    if uses and all(one.opcode == "dynamic-update-slice" and one.operands[0] in same for one in uses):
         return 0
     return shape.bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from pe_lab.errors import ConfigError
 from pe_lab.model import Flops
 from pe_lab.parallel.topology import GIB, Chip
 from pe_lab.planning.hlo import Buffer, Module
-from pe_lab.planning.program import Collective, collectives, kernels, memory_bytes, product_flops
+from pe_lab.planning.program import Collective, collectives, kernels, memory_traffic, product_flops
 from pe_lab.storage import json_object
 from pe_lab.terminal import table
 
@@ -65,6 +65,7 @@ class StepReport:
     model_flops: float
     memory_bytes: int
     kernels: Mapping[str, Any]
+    memory_by_source: Mapping[str, Any] = field(default_factory=dict)  # of `memory_bytes`
     traffic: tuple[Traffic, ...] = ()
     buffers: tuple[Buffer, ...] = ()
 
@@ -90,7 +91,7 @@ def report_step(
     """
     found = collectives(module, mesh, nodes)
     devices = math.prod(mesh.values())
-    runs = kernels(module)
+    runs, memory = kernels(module), memory_traffic(module)
     one_product = tokens * (flops.full - flops.causal) / 6 if runs else 0.0  # causal: half of all pairs
     products = {name: _products(name, runs) for name in runs}
     # The gradient of each layer's keys, of each micro-batch and part of a ring, is computed once.
@@ -101,7 +102,8 @@ def report_step(
         product_flops=product_flops(module),
         attention_flops=attention,
         model_flops=flops.full * tokens,
-        memory_bytes=memory_bytes(module),
+        memory_bytes=memory.total(),
+        memory_by_source=dict(memory.most_common()),
         kernels=dict(sorted(runs.items())),
         traffic=_traffic(found, devices // nodes),
         **known,
@@ -156,6 +158,13 @@ def report_text(report: StepReport, chip: Chip, rows: int = 14) -> str:
     buffers = [(one.source or "-", one.shape, f"{one.bytes / MIB:,.1f}") for one in report.buffers]
     if buffers:
         lines += ["the largest temporary buffers at the peak", table(("contents", "shape", "MiB"), buffers, 2), ""]
+    if report.memory_by_source:
+        most = sorted(report.memory_by_source.items(), key=lambda one: -one[1])
+        moved = [(name or "-", f"{count / GIB:,.1f}", f"{count / report.memory_bytes:.0%}") for name, count in most]
+        lines += ["read and written in HBM", table(("from", "GiB", "share"), moved[:rows])]
+        if rest := [count for _, count in most[rows:]]:
+            lines.append(f"and {_others(rest)}, {sum(rest) / GIB:,.1f} GiB")
+        lines.append("")
     shown = [
         (
             one.source or "-", one.kind, one.axes or "-", "+".join(networks[name] for name in one.network.split("+")),
@@ -169,7 +178,7 @@ def report_text(report: StepReport, chip: Chip, rows: int = 14) -> str:
         lines += ["collectives of a step, per device", table(header, shown, 4)]
         rest = report.traffic[rows:]
         if rest:
-            lines.append(f"and {len(rest)} others, {sum(one.wire for one in rest) / MIB:,.1f} MiB")
+            lines.append(f"and {_others(rest)}, {sum(one.wire for one in rest) / MIB:,.1f} MiB")
         share = report.wire(overlapped=True) / total
         lines += [f"all: {report.wire() / MIB:,.1f} MiB sent, {share:.0%} of it beside computation", ""]
     if report.kernels:
@@ -198,6 +207,10 @@ def report_text(report: StepReport, chip: Chip, rows: int = 14) -> str:
             "",
         ]
     return "\n".join(lines)
+
+
+def _others(rest: Sequence[Any]) -> str:
+    return f"{len(rest)} other{'s' if len(rest) > 1 else ''}"
 
 
 def _mfu(report: StepReport, chip: Chip, seconds: float) -> float:

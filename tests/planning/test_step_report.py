@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 
@@ -22,6 +23,7 @@ REPORT = StepReport(
     attention_flops=1e12,
     model_flops=8e12,
     memory_bytes=50 * 10**9,
+    memory_by_source={"loss": 30 * 10**9, "": 20 * 10**9},
     kernels={"splash_fwd": 24, "splash_dkv": 24},
     traffic=(
         Traffic("all-gather", "fsdp", "ICI", 24, 100 * MIB, 80 * MIB, 60 * MIB, "mlp/gate"),
@@ -58,6 +60,7 @@ def test_the_text_names_what_bounds_the_step():
     assert f"bound by compute: MFU is at most 80.0% (full); {0.08 / (0.1 + waited):.1%} if" in text
     assert "all: 130.0 MiB sent, 54% of it beside computation" in text
     assert "kernels: splash_fwd x 24, splash_dkv x 24" in text
+    assert re.search(r"loss +27\.9 +60%\n- +18\.6 +40%", text)
     rows = {line.split("  ")[0]: line.split() for line in text.splitlines()}
     assert rows["mlp/gate, backward"][-5:] == ["ICI", "24", "50.0", "40.0", "0%"]
     assert rows["loss"][-5:] == ["DCN", "1", "10.0", "10.0", "100%"]
@@ -66,7 +69,8 @@ def test_the_text_names_what_bounds_the_step():
 
 
 def test_more_rows_than_are_shown_are_summed():
-    assert "and 2 others, 50.0 MiB" in report_text(REPORT, CHIP, rows=1)
+    text = report_text(REPORT, CHIP, rows=1)
+    assert "and 2 others, 50.0 MiB" in text and "and 1 other, 18.6 GiB" in text
 
 
 @pytest.mark.parametrize(
