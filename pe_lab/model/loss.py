@@ -203,13 +203,12 @@ def _local(hidden, unembedding, targets, weights, teacher, axes, how, gradient):
     def step(carry, chunk):  # noqa: ANN001, ANN202
         loss, d_table = carry
         x, target, weight, x_teacher = chunk
-        logits, logsumexp = _logits(x, table, axes)
         hit = _is_target(target - first, V)
-        at_target = _over(jax.lax.psum, jnp.where(hit, logits, 0).sum(-1), axes.vocab)
+        logits, logsumexp, at_target = _logits(x, table, hit, axes)
         if teacher is None:
             of_token = logsumexp - at_target
         else:
-            known, known_sum = _logits(x_teacher, teacher_table, axes)
+            known, known_sum, _ = _logits(x_teacher, teacher_table, hit, axes)
             likely = jnp.exp(known - known_sum[:, None])
             divergence = _over(jax.lax.psum, (likely * (known - logits)).sum(-1), axes.vocab) + logsumexp - known_sum
             of_token = of_targets * (logsumexp - at_target) + of_teacher * divergence
@@ -254,12 +253,34 @@ def _gathered(table: jax.Array, dtype: jnp.dtype, axes: _Axes) -> jax.Array:
     return jax.lax.all_gather(table, axes.embed, axis=1, tiled=True) if axes.embed else table
 
 
-def _logits(x: jax.Array, table: jax.Array, axes: _Axes) -> tuple[jax.Array, jax.Array]:
-    """The logits of this device's part of the vocabulary, and their logsumexp over all of it."""
+def _logits(x: jax.Array, table: jax.Array, hit: jax.Array, axes: _Axes) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The logits of this device's part of the vocabulary, and over all of it their logsumexp and the target's logit."""
     logits = jnp.einsum("nd,vd->nv", x, table, preferred_element_type=jnp.float32)
-    highest = _over(jax.lax.pmax, logits.max(-1), axes.vocab)
-    total = _over(jax.lax.psum, jnp.exp(logits - highest[:, None]).sum(-1), axes.vocab)
-    return logits, highest + jnp.log(total)
+    # XLA computes the maximum of a GPU's logits after the product, and would read them again for each of the sums.
+    highest, total, at_target = jax.lax.platform_dependent(logits, hit, cuda=_in_one_pass, default=_one_by_one)
+    of_all = _over(jax.lax.pmax, highest, axes.vocab)
+    total = _over(jax.lax.psum, total * jnp.exp(highest - of_all) if axes.vocab else total, axes.vocab)
+    return logits, of_all + jnp.log(total), _over(jax.lax.psum, at_target, axes.vocab)
+
+
+def _one_by_one(logits: jax.Array, hit: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of each token's logits the maximum, the sum of exp(logit - maximum), and the target's."""
+    highest = logits.max(-1)
+    return highest, jnp.exp(logits - highest[:, None]).sum(-1), jnp.where(hit, logits, 0).sum(-1)
+
+
+def _in_one_pass(logits: jax.Array, hit: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`_one_by_one` as one reduction (Milakov and Gimelshein 2018, algorithm 3)."""
+
+    def combined(one: tuple[jax.Array, ...], other: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        (highest, total, at_target), (its_highest, its_total, its_at_target) = one, other
+        factor = jnp.exp(-jnp.abs(highest - its_highest))  # of the sum with the smaller maximum
+        total = jnp.where(highest > its_highest, total + its_total * factor, total * factor + its_total)
+        return jnp.maximum(highest, its_highest), total, at_target + its_at_target
+
+    operands = logits, jnp.ones_like(logits), jnp.where(hit, logits, 0)
+    start = jnp.float32(jnp.finfo(jnp.float32).min), jnp.float32(0), jnp.float32(0)
+    return jax.lax.reduce(operands, start, combined, (1,))
 
 
 def _over(collective, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:  # noqa: ANN001
