@@ -20,8 +20,8 @@ or only the steps after a drop, from the checkpoints that the RoPE run of config
 
 Cost: 16.8B tokens, 5.42e19 FLOPs; 191 v5e chip-hours at 40% MFU (45 minutes of v5e:16x16), or 38 H100-hours;
 from 14K on 24 v5e chip-hours, from 8K on 95, 12 for each 1,000 steps more. A v5e chip has 4 windows of a batch and
-needs 6.6 of its 16 GiB. On 8 GPUs a batch is 128 windows each: --config.phases.0.accumulate=16
---config.phases.1.accumulate=16. On fewer than 8 chips, also --config.mesh.fsdp=1. Does it fit?
+needs 6.6 of its 16 GiB. A GPU of 8 has 128 windows, in as many micro-batches as its memory needs. On fewer than 8
+chips: --config.mesh.fsdp=1. Does it fit?
   python -m pe_lab.plan --config=configs/drope_16b.py --topology=v5e:16x16
 
 Expected (Table 1): needles at twice the training length, multi-query / multi-key / multi-value, 28.0 / 41.6 /

@@ -16,7 +16,7 @@ Train:
   python -m pe_lab.train --config=configs/drope_llama2.py:from=runs/llama2_7b,data=data/fineweb-edu-llama2
 
 Cost: 9.22e20 FLOPs; 3249 v5e chip-hours at 40% MFU (13 hours of v5e:16x16), or 647 H100-hours. A v5e
-chip has 2 windows of a batch. A node of 8 H200: --config.mesh.fsdp=8 --config.phases.0.accumulate=32. Does it fit?
+chip has 2 windows of a batch. A node of 8 H200: --config.mesh.fsdp=8. Does it fit?
   python -m pe_lab.plan --config=configs/drope_llama2.py --topology=v5e:16x16
 
 Expected (Table 3), LongBench:
@@ -37,7 +37,7 @@ from ml_collections import ConfigDict
 
 from pe_lab.model import preset
 from pe_lab.positional import NoPE
-from pe_lab.recipes import phase, recipe_arguments
+from pe_lab.recipes import AUTO, phase, recipe_arguments
 
 
 def get_config(arg: str = "") -> ConfigDict:
@@ -46,7 +46,7 @@ def get_config(arg: str = "") -> ConfigDict:
 
     config = ConfigDict()
     config.name = "drope_llama2"
-    config.model = preset("llama2_7b", remat="auto", loss_chunks="auto")
+    config.model = preset("llama2_7b", **AUTO)
     config.data = dict(prepared=arguments["data"], segments=False)
     config.mesh = dict(data=-1, fsdp=64)
     adamw = dict(schedule="cosine", b1=0.9, b2=0.95, epsilon=1e-8, weight_decay=0.1, clip_norm=1.0)
@@ -58,6 +58,7 @@ def get_config(arg: str = "") -> ConfigDict:
             init_from=arguments["from"],
             sequence_length=4096,
             batch_size=512,
+            accumulate="auto",
             optimizer=dict(learning_rate=1e-4, warmup_steps=100, **adamw),
         )
     ]

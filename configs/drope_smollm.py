@@ -35,8 +35,8 @@ Cost at 40% MFU, in v5e chip-hours:
   1.7b    20b (19,073 steps)          809   3.2 hours
   135m    210m (400 steps)            1.9   21 minutes on an H100, 31 with a teacher (speed of 136 steps)
   135m    1b (2K steps)               9.3
-A teacher costs a third more. On 256 chips a batch is 2 windows each; on 8 GPUs it is 64:
---config.phases.0.accumulate=4 (8 for the 1.7B). On fewer, also --config.mesh.fsdp=1. Does it fit?
+A teacher costs a third more. A chip of 256 has 2 windows of a batch, and one of 8 GPUs 64, in as many micro-batches as
+its memory needs. On fewer than 8 chips: --config.mesh.fsdp=1. Does it fit?
   python -m pe_lab.plan --config=configs/drope_smollm.py:model=360m --topology=v5e:16x16
   python -m pe_lab.plan --config=configs/drope_smollm.py:model=1.7b --topology=v5e:16x16
   python -m pe_lab.plan --config=configs/drope_smollm.py:model=135m --topology=h100:1
@@ -74,7 +74,7 @@ from ml_collections import ConfigDict
 from pe_lab.errors import ConfigError
 from pe_lab.model import preset
 from pe_lab.positional import NoPE
-from pe_lab.recipes import phase, recipe_arguments
+from pe_lab.recipes import AUTO, phase, recipe_arguments
 
 # model -> {tokens: (steps, v5e chip-hours at 40% MFU)}, the first the default
 BUDGETS = {
@@ -106,16 +106,17 @@ def get_config(arg: str = "") -> ConfigDict:
     config = ConfigDict()
     config.name = f"drope_smollm_{size.replace('.', '_')}_{tokens}_{kind}"
     fsdp, start, text = 8, "runs/smollm_360m", "data/fineweb-edu-smollm"  # fsdp divides d_model = 2^6 * 15
-    window, optimizer = dict(sequence_length=2048, batch_size=512), dict(learning_rate=1e-3, warmup_steps=490)
+    window = dict(sequence_length=2048, batch_size=512)
+    optimizer = dict(learning_rate=1e-3, warmup_steps=490)
     if size == "360m":
-        config.model = preset("smollm_360m", remat="auto", loss_chunks="auto")
+        config.model = preset("smollm_360m", **AUTO)
     elif size == "1.7b":
-        config.model = preset("smollm_1_7b", remat="auto", loss_chunks="auto")
+        config.model = preset("smollm_1_7b", **AUTO)
         start, optimizer = "runs/smollm_1_7b", dict(learning_rate=3e-4, warmup_steps=600)
     else:
-        config.model = preset("smollm2_135m", remat="auto", loss_chunks="auto")
+        config.model = preset("smollm2_135m", **AUTO)
         fsdp, start, text = 1, "runs/smollm2_135m", "data/fineweb-edu-smollm2"
-        window = dict(sequence_length=8192, batch_size=64, accumulate=8)
+        window = dict(sequence_length=8192, batch_size=64)
         optimizer["warmup_steps"] = max(20, steps * 7 // 200)
     config.mesh = dict(data=-1, fsdp=fsdp)
     config.data = dict(prepared=arguments["data"] or text, segments=False)
@@ -128,6 +129,7 @@ def get_config(arg: str = "") -> ConfigDict:
             qk_norm=kind,
             qk_norm_init="matched" if kind == "none" or size == "135m" else "ones",
             init_from=arguments["from"] or start,
+            accumulate="auto",
             optimizer=dict(**optimizer, **adamw),
             **window,
         )

@@ -27,8 +27,7 @@ and more steps of the same run, with its optimizer's state:
 
 Cost: minutes on 2 CPU cores for 135M parameters (device=cpu: 20 steps of 8 windows of 256 tokens). Where /proc/cpuinfo
 has amx_bf16, try --config.model.dtype=bfloat16 --config.model.scan=False: a step of 2048 tokens with a teacher took
-24 s instead of 44. device=gpu trains 1000 steps of 32 windows of 1024 tokens in micro-batches of 8, 33M tokens. Does
-it fit?
+24 s instead of 44. device=gpu trains 1000 steps of 32 windows of 1024 tokens, 33M tokens. Does it fit?
   python -m pe_lab.plan --config=configs/finetune.py:device=gpu --topology=h100:1
 
 Expected: the validation loss, which is measured before the first step, falls. On a CPU the loss of other text hardly
@@ -43,17 +42,17 @@ import re
 from ml_collections import ConfigDict
 
 from pe_lab.errors import ConfigError
-from pe_lab.recipes import phase, recipe_arguments
+from pe_lab.recipes import AUTO, phase, recipe_arguments
 
-# device -> steps, length, batch, micro-batches
-DEVICES = {"cpu": (20, 256, 8, 1), "gpu": (1000, 1024, 32, 4)}
+# device -> steps, length, batch
+DEVICES = {"cpu": (20, 256, 8), "gpu": (1000, 1024, 32)}
 
 
 def get_config(arg: str = "") -> ConfigDict:
     """`arg`: from=CHECKPOINT,data=SOURCE, and others of the docstring's."""
     free = {"from": "runs/smollm2", "data": "stdlib", "steps": "0", "length": "0", "batch": "0", "rate": "3e-5"}
     arguments = recipe_arguments(arg, device=tuple(DEVICES), name="", chat="", teacher="", **free)
-    steps, length, batch, accumulate = DEVICES[arguments["device"]]
+    steps, length, batch = DEVICES[arguments["device"]]
     steps, length, batch = (
         _number(arguments, key, int) or default
         for key, default in (("steps", steps), ("length", length), ("batch", batch))
@@ -72,7 +71,7 @@ def get_config(arg: str = "") -> ConfigDict:
         config.data.update(packing="best_fit", segments=True)  # no chat is cut that fits, and none sees another
     config.model = dict(dtype="float32", loss_chunks=4)
     if arguments["device"] == "gpu":
-        config.model = dict(dtype="bfloat16", remat="auto", loss_chunks="auto")
+        config.model = dict(dtype="bfloat16", **AUTO)
     rate = _number(arguments, "rate", float)
     config.phases = [
         phase(
@@ -81,7 +80,7 @@ def get_config(arg: str = "") -> ConfigDict:
             init_from=start,
             sequence_length=length,
             batch_size=batch,
-            accumulate=accumulate if batch % accumulate == 0 else 1,
+            accumulate="auto",
             optimizer=dict(
                 learning_rate=rate,
                 warmup_steps=steps // 10,

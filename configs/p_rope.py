@@ -21,8 +21,7 @@ Train:
   python -m pe_lab.train --config=configs/p_rope.py:encoding=0.75,data=flan
 
 Cost of each: 3.91e20 FLOPs; 1380 v5e chip-hours at 40% MFU (5.4 hours of v5e:16x16), or 275 H100-hours. A v5e
-chip has one window of a batch. A node of 8 GPUs: --config.mesh.fsdp=8 --config.phases.0.accumulate=32. Does
-it fit?
+chip has one window of a batch. A node of 8 GPUs: --config.mesh.fsdp=8. Does it fit?
   python -m pe_lab.plan --config=configs/p_rope.py --topology=v5e:16x16
 
 Expected (Table 2), validation perplexity. The text of the paper that we have lacks the two fractions of the table;
@@ -44,7 +43,7 @@ from ml_collections import ConfigDict
 
 from pe_lab.model import preset
 from pe_lab.positional import NoPE, Rope
-from pe_lab.recipes import phase, recipe_arguments
+from pe_lab.recipes import AUTO, phase, recipe_arguments
 
 BASE = 10_000.0
 ENCODINGS = {
@@ -69,7 +68,7 @@ def get_config(arg: str = "") -> ConfigDict:
 
     config = ConfigDict()
     config.name = f"p_rope_{encoding}_{data}"
-    config.model = preset("gemma_2b", remat="auto", loss_chunks="auto")
+    config.model = preset("gemma_2b", **AUTO)
     config.data = dict(prepared=f"data/{data}-gemma", segments=False)
     config.mesh = dict(data=-1, fsdp=32)
     adamw = dict(schedule="cosine", final_fraction=0.1, b1=0.9, b2=0.95, epsilon=1e-8, weight_decay=0.1, clip_norm=1.0)
@@ -80,6 +79,7 @@ def get_config(arg: str = "") -> ConfigDict:
             positional=ENCODINGS[encoding],
             sequence_length=8192,
             batch_size=256,
+            accumulate="auto",
             optimizer=dict(learning_rate=3e-4, warmup_steps=500, **adamw),
         )
     ]

@@ -30,8 +30,8 @@ Cost in v5e chip-hours at 40% MFU:
   llama_1b          2434    2577    2863    3434
   pythia_1b         2077    2220    2505    3077
   llama_8b         17799   18442   19728   22299
-v5e:16x16 takes a 256th of these hours: 10 for llama_1b at 2048. A chip of it has 8192 tokens of each of the four
-micro-batches. A node of 8 H200: --config.mesh.fsdp=8 --config.phases.0.accumulate=64. Does it fit?
+v5e:16x16 takes a 256th of these hours: 10 for llama_1b at 2048. A chip of it has 32,768 tokens of a batch, in as many
+micro-batches as its memory needs. A node of 8 H200: --config.mesh.fsdp=8. Does it fit?
   python -m pe_lab.plan --config=configs/partial_rope.py:percent=10 --topology=v5e:16x16
   python -m pe_lab.plan --config=configs/partial_rope.py:model=llama_8b,percent=10 --topology=v5e:16x16
 
@@ -54,7 +54,7 @@ from ml_collections import ConfigDict
 from pe_lab.errors import ConfigError
 from pe_lab.model import preset
 from pe_lab.positional import NoPE, PartialRope
-from pe_lab.recipes import phase, recipe_arguments
+from pe_lab.recipes import AUTO, phase, recipe_arguments
 
 # appendix A, Table 1
 PERCENTS = {
@@ -103,7 +103,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config = ConfigDict()
     config.name = f"partial_rope_{model}_{percent}_{length}_{data}" + ("_qk_norm" if kind == "head" else "")
     config.name += f"_{arguments['rate']}" if arguments["rate"] != "4e-4" else ""
-    common = dict(remat="auto", loss_chunks="auto", qk_norm=kind, scaled_residual_init=False)
+    common = dict(qk_norm=kind, scaled_residual_init=False, **AUTO)
     config.model = {
         "llama_1b": preset("llama_1b", tie_embeddings=False, **common),
         "pythia_1b": preset("pythia_1b", **common),
@@ -119,7 +119,7 @@ def get_config(arg: str = "") -> ConfigDict:
             positional=PartialRope(base=10_000.0, fraction=int(percent) / 100) if percent != "0" else NoPE(),
             sequence_length=int(length),
             batch_size=4096 * 2048 // int(length),  # 8.4M tokens a step
-            accumulate=4,
+            accumulate="auto",
             optimizer=dict(learning_rate=float(arguments["rate"]), warmup_steps=600, **adamw),
         )
     ]

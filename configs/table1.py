@@ -25,8 +25,8 @@ configs/drope_16b.py is the last one with other steps of the drop (Table 6). It 
 and 14000 of method=rope, which are kept.
 
 Cost of each: 5.42e19 FLOPs; 191 v5e chip-hours at 40% MFU (45 minutes of v5e:16x16), or 38 H100-hours. A v5e chip
-has 4 windows of a batch. On 8 GPUs a batch is 128 windows each: --config.phases.0.accumulate=16. On fewer than 8
-chips, also --config.mesh.fsdp=1. Does it fit?
+has 4 windows of a batch. A GPU of 8 has 128, in as many micro-batches as its memory needs. On fewer than 8 chips:
+--config.mesh.fsdp=1. Does it fit?
   python -m pe_lab.plan --config=configs/table1.py:method=rope --topology=v5e:16x16
 
 Expected (Tables 1 and 6), needles at twice the training length, and validation perplexity:
@@ -65,7 +65,7 @@ from ml_collections import ConfigDict
 
 from pe_lab.model import preset
 from pe_lab.positional import Alibi, NoPE, PartialRope, Rope, rnope_swa, swan
-from pe_lab.recipes import phase, recipe_arguments
+from pe_lab.recipes import AUTO, phase, recipe_arguments
 
 from .drope_laptop import get_config as drope_laptop
 
@@ -101,13 +101,13 @@ def encoding(method: str, base: float, length: int) -> Any:
 def drope_494m() -> ConfigDict:
     """DroPE at 494M: 14.7B tokens with RoPE and 2.1B without."""
     config = ConfigDict()
-    config.model = preset("drope_494m", scaled_residual_init=False, remat="auto", loss_chunks="auto")
+    config.model = preset("drope_494m", scaled_residual_init=False, **AUTO)
     config.data = dict(prepared="data/fineweb-qwen2", segments=False, seed=0)
     config.mesh = dict(data=-1, fsdp=8)  # fsdp divides d_model = 2^7 * 7
     adamw = dict(schedule="cosine", b1=0.9, b2=0.95, epsilon=1e-8, weight_decay=0.1, clip_norm=1.0)
     first = dict(learning_rate=3e-4, warmup_steps=520, **adamw)
     second = dict(learning_rate=1e-3, warmup_steps=70, **adamw)
-    window = dict(sequence_length=1024, batch_size=1024)
+    window = dict(sequence_length=1024, batch_size=1024, accumulate="auto")
     config.phases = [
         phase(name="pretrain", steps=14_000, positional=Rope(base=1_000_000.0), optimizer=first, **window),
         phase(name="recalibrate", steps=2_000, positional=NoPE(), optimizer=second, **window),

@@ -23,9 +23,8 @@ and the kind of norm in the paper's code, or the one that learned faster (append
   python -m pe_lab.train --config=configs/table11.py:qk_norm=flat
   python -m pe_lab.train --config=configs/table11.py:qk_norm=query_head
 
-Cost of each: 9.20e19 FLOPs; 324 v5e chip-hours at 40% MFU (76 minutes of v5e:16x16), or 65 H100-hours. On 8
-GPUs a batch is 64 windows each: --config.phases.0.accumulate=4. On fewer, also --config.mesh.fsdp=1. Does it
-fit?
+Cost of each: 9.20e19 FLOPs; 324 v5e chip-hours at 40% MFU (76 minutes of v5e:16x16), or 65 H100-hours. A batch is
+divided into as many micro-batches as the memory needs. On fewer than 8 chips: --config.mesh.fsdp=1. Does it fit?
   python -m pe_lab.plan --config=configs/table11.py:qk_norm=yes --topology=v5e:16x16
 
 Expected (Table 11), final loss:
@@ -45,7 +44,7 @@ from ml_collections import ConfigDict
 
 from pe_lab.model import preset
 from pe_lab.positional import NoPE
-from pe_lab.recipes import phase, recipe_arguments
+from pe_lab.recipes import AUTO, phase, recipe_arguments
 
 # (with QK-norm, without)
 LOSSES = {"1e-3": ("2.496", "6.334"), "3e-4": ("2.555", "2.530"), "3e-5": ("3.102", "2.713")}
@@ -65,7 +64,7 @@ def get_config(arg: str = "") -> ConfigDict:
 
     config = ConfigDict()
     config.name = f"table11_{kind}_{rate}"
-    config.model = preset("smollm_360m", remat="auto", loss_chunks="auto")
+    config.model = preset("smollm_360m", **AUTO)
     config.data = dict(prepared=arguments["data"], segments=False)
     config.mesh = dict(data=-1, fsdp=8)  # fsdp divides d_model = 2^6 * 15
     adamw = dict(schedule="cosine", b1=0.9, b2=0.95, epsilon=1e-8, weight_decay=0.1, clip_norm=1.0)
@@ -79,6 +78,7 @@ def get_config(arg: str = "") -> ConfigDict:
             init_from=arguments["from"],
             sequence_length=2048,
             batch_size=512,
+            accumulate="auto",
             optimizer=dict(learning_rate=float(rate), warmup_steps=490, **adamw),
         )
     ]

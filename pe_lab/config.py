@@ -61,7 +61,7 @@ class ModelConfig:
     scaled_residual_init: bool = True  # output projections start at init_std / sqrt(2 layers) (GPT-2), else at init_std
     dtype: str = "bfloat16"  # compute; parameters are float32
     remat: str = "none"  # kept for the backward pass: none | dots_attention | dots | dots_offload | full | auto
-    scan: bool = True  # False unrolls the layers: faster on a CPU, slower to compile
+    scan: bool | Literal["auto"] = True  # False unrolls the layers: faster on CPUs and GPUs, slower to compile
     attention: str = "auto"  # or a name that `python -m pe_lab.attention` lists
     attention_chunk: int = number(512, 1, 2**20)  # query and key block of the chunked attention, in tokens
     loss_chunks: int | Literal["auto"] = number(1, 1, 2**20)  # parts of a device's tokens, one loss after another
@@ -200,7 +200,7 @@ class PhaseConfig:
     other_tokenizer: bool = False  # whether init_from may have been trained with another tokenizer than the data's
     sequence_length: int = number(1024, 1, INT32)
     batch_size: int = number(256, 1, INT32)  # windows a step, over all devices and micro-batches
-    accumulate: int = number(1, 1, INT32)  # micro-batches a step
+    accumulate: int | Literal["auto"] = number(1, 1, INT32)  # micro-batches a step
     optimizer: OptimizerConfig = OptimizerConfig()
     prolonged: tuple[ProlongedConfig, ...] = ()  # in the order in which it was
     distill: DistillConfig | None = field(default=None, metadata=OMIT_DEFAULT)  # learn from another model too
@@ -248,7 +248,7 @@ class LogConfig:
 
     every_steps: int = number(1, 1, INT32)
     validate_every_steps: int = number(500, 1, INT32)
-    validation_batches: int = number(8, 1, INT32)
+    validation_batches: int = number(8, 1, INT32)  # of each source, of the phase's batch_size
     trackers: tuple[str, ...] = ("tensorboard",)  # copies of the logs: tensorboard, wandb
     wandb: WandbConfig = WandbConfig()
 

@@ -159,6 +159,10 @@ def load_module(path: Path) -> types.ModuleType:
     return module
 
 
+# Settings of a model that follow from the devices; `accumulate` is that of a phase.
+AUTO = {"remat": "auto", "scan": "auto", "loss_chunks": "auto"}
+
+
 def phase(**keys: Any) -> ConfigDict:
     """A phase of a recipe. Its keys can be set later: `config.phases[0].positional = NoPE()`."""
     return ConfigDict(keys, type_safe=False)

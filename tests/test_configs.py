@@ -22,7 +22,7 @@ from pe_lab.parallel.topology import CHIPS, parse_topology, placeholder_mesh
 from pe_lab.planning.plan import Plan, make_plan
 from pe_lab.recipes import load_config, read_recipe, recipe_arguments, split_overrides
 from pe_lab.training.optimizer import make_optimizer
-from pe_lab.training.plan import plan_phases, step_shapes
+from pe_lab.training.plan import MARGIN, plan_phases, step_shapes
 from pe_lab.training.step import compile_train_step
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -188,32 +188,35 @@ def test_planned_commands_fit_by_estimate(path, line):
     config = from_dict(Config, _with_shape(read_recipe(str(CONFIGS.parent / options["config"]), overrides)))
     plan = make_plan(config, parse_topology(options["topology"]))
     for phase in plan.phases:
-        assert phase.memory.total < 0.75 * plan.topology.chip.memory  # a compiler takes more than an estimate says
+        assert phase.memory.total <= MARGIN * plan.topology.chip.memory
 
 
 # The docstrings' settings for nodes with 8 GPUs, and for one GPU.
 ON_EIGHT = [
-    ("drope_16b.py", "h100:8", {"phases.0.accumulate": "16", "phases.1.accumulate": "16"}),
-    ("drope_16b.py", "h100:1", {"mesh.fsdp": "1", "phases.0.accumulate": "128", "phases.1.accumulate": "128"}),
-    ("table1.py", "h100:8", {"phases.0.accumulate": "16"}),
-    ("table11.py", "h100:8", {"phases.0.accumulate": "4"}),
-    ("drope_smollm.py", "h100:8", {"phases.0.accumulate": "4"}),
-    ("drope_smollm.py:model=1.7b", "h100:8", {"phases.0.accumulate": "8"}),
-    ("drope_llama2.py", "h200:8", {"mesh.fsdp": "8", "phases.0.accumulate": "32"}),
-    ("p_rope.py", "h100:8", {"mesh.fsdp": "8", "phases.0.accumulate": "32"}),
-    ("partial_rope.py:length=8192", "h200:8", {"phases.0.accumulate": "64"}),
-    ("partial_rope.py:model=llama_8b", "h200:8", {"mesh.fsdp": "8", "phases.0.accumulate": "64"}),
+    ("drope_16b.py", "h100:8", {}),
+    ("drope_16b.py", "h100:1", {"mesh.fsdp": "1"}),
+    ("table1.py", "h100:8", {}),
+    ("table11.py", "h100:8", {}),
+    ("drope_smollm.py", "h100:8", {}),
+    ("drope_smollm.py:model=1.7b", "h100:8", {}),
+    ("drope_smollm.py:model=135m", "h100:1", {}),
+    ("drope_llama2.py", "h200:8", {"mesh.fsdp": "8"}),
+    ("p_rope.py", "h100:8", {"mesh.fsdp": "8"}),
+    ("partial_rope.py:length=8192", "h200:8", {}),
+    ("partial_rope.py:model=llama_8b", "h200:8", {"mesh.fsdp": "8"}),
+    ("speedrun.py", "h100:1", {}),
 ]
 
 
 @pytest.mark.parametrize(("reference", "topology", "overrides"), ON_EIGHT)
 def test_recipes_fit_a_node_with_the_settings_of_their_docstrings(reference, topology, overrides):
     plan = make_plan(load_config(f"{CONFIGS}/{reference}", overrides), parse_topology(topology))
-    assert all(phase.memory.total < 0.93 * plan.topology.chip.memory for phase in plan.phases)
-    if topology.endswith(":8"):
-        text = _text(reference.partition(":")[0])
-        for key, value in overrides.items():
-            assert f"--config.{key}={value}" in text or (key.endswith("accumulate") and f"({value} for" in text)
+    for phase in plan.phases:
+        assert phase.memory.total <= MARGIN * plan.topology.chip.memory
+        # GPUs of 80 GB and more never compute the layers again: they take more micro-batches.
+        assert phase.model.config.remat == "dots_attention" and not phase.model.config.scan
+    text = _text(reference.partition(":")[0])
+    assert all(f"--config.{key}={value}" in text for key, value in overrides.items())
 
 
 # -- arguments -------------------------------------------------------------------------------------------------

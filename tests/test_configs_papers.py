@@ -39,7 +39,7 @@ def _only(config: Config) -> PhaseConfig:
 
 def _millions(config: Config) -> str:
     """Millions of parameters, with and without embeddings."""
-    total = Model(dataclasses.replace(config.model, remat="none", loss_chunks=1)).num_parameters
+    total = Model(dataclasses.replace(config.model, remat="none", scan=True, loss_chunks=1)).num_parameters
     return f"{total / 1e6:.0f} {(total - config.model.vocab_size * config.model.d_model) / 1e6:.0f}"
 
 
@@ -144,8 +144,6 @@ def test_recalibrations_have_the_papers_budgets(reference, billions, norm):
     assert config.model.qk_norm == "none" and plan_phases(config)[0].qk_norm == norm  # it comes with the phase
     if "360m" in reference:
         assert phase.batch_size * phase.sequence_length == 1_048_576 and _millions(config) == "362 315"
-    if "135m" in reference:
-        assert phase.batch_size // phase.accumulate * phase.sequence_length == 65_536  # at once on one device
 
 
 def test_recalibrations_take_other_checkpoints_data_and_norms():

@@ -411,25 +411,37 @@ def test_a_sharded_sequence_is_not_gathered(recipe):
 
 @pytest.mark.slow
 def test_auto_is_the_fastest_that_fits():
-    auto = {"model.remat": "auto", "model.loss_chunks": "auto"}
+    at_once = {"phases.0.accumulate": "1", "phases.1.accumulate": "1"}
+    auto = {"model.remat": "auto", "model.loss_chunks": "auto", **at_once}
     model = _plan(**auto).phases[0].model.config
-    assert (model.remat, model.loss_chunks) == ("dots_attention", 1)
-    # Four times the sequences of a chip: everything but the inputs of the layers is computed again, in parts.
+    assert (model.remat, model.scan, model.loss_chunks) == ("dots_attention", True, 1)
+    # Eight times the sequences of a chip: everything but the inputs of the layers is computed again, in parts.
     larger = {"phases.0.batch_size": "8192", "phases.1.batch_size": "8192"}
     found = _plan(**auto, **larger).phases[0]
     assert found.memory.total <= 0.92 * 16 * GIB and found.model.config.loss_chunks > 1
     one_up = {"full": "dots", "dots": "dots_attention"}[found.model.config.remat]
     for chunks in ("1", "16", "128"):
         changed = {"model.remat": one_up, "model.loss_chunks": chunks}
-        assert _plan(**changed, **larger).phases[0].memory.total > 0.92 * 16 * GIB
+        assert _plan(**changed, **larger, **at_once).phases[0].memory.total > 0.92 * 16 * GIB
     # What cannot fit is planned with what needs the least, and advised; a run is refused.
     huge = _plan(**auto, **{"phases.0.batch_size": "262144"})
     assert huge.phases[0].memory.total > 16 * GIB and huge.phases[0].model.config.remat == "full"
     accumulate = int(re.search(r"phases\.0\.accumulate=(\d+)", step_advice(huge, huge.phases[0], None))[1])
     fitting = {"phases.0.batch_size": "262144", "phases.0.accumulate": str(accumulate)}
-    assert _plan(**auto, **fitting).phases[0].memory.total <= 16 * GIB
-    with pytest.raises(ConfigError, match="phase 'pretrain': with any remat and loss_chunks, a step needs about"):
+    assert _plan(**(auto | fitting)).phases[0].memory.total <= 16 * GIB
+    with pytest.raises(
+        ConfigError, match="phase 'pretrain': with any remat and loss_chunks, a step needs at least about"
+    ):
         plan_run(huge.config, huge.run.mesh, huge.run.given, huge.topology.chip, must_fit=True)
+    # In more micro-batches, no layer is: half as many would not do.
+    found = _plan(**larger).phases[0]
+    accumulate, remat = found.plan.config.accumulate, found.model.config.remat
+    assert remat != "full" and accumulate > 1
+    for chunks in ("1", "16", "128"):
+        fewer = {"phases.0.accumulate": str(accumulate // 2), "model.remat": remat, "model.loss_chunks": chunks}
+        assert _plan(**fewer, **larger).phases[0].memory.total > 0.92 * 16 * GIB
+    with pytest.raises(ConfigError, match="batch_size 1023 in 1 micro-batches does not divide"):
+        _plan(**{"phases.0.batch_size": "1023"})
     with pytest.raises(ConfigError, match="model.loss_chunks is 'some'; it must be 'auto' or of type int"):
         _plan(**{"model.loss_chunks": "some"})
 

@@ -28,7 +28,7 @@ from pe_lab.model.learned import (
 from pe_lab.model.loss import cross_entropy, weighted_cross_entropy
 from pe_lab.model.modules import Auxiliary, Block, Embedder
 from pe_lab.model.shape import REMAT_POLICIES, Repetition, complete, repetitions
-from pe_lab.parallel import balanced_order, constrain, context_size, padded_length
+from pe_lab.parallel import balanced_order, constrain, context_size, current_mesh, padded_length
 from pe_lab.positional import (
     HeadShape,
     LayerHooks,
@@ -60,10 +60,10 @@ class Model:
 
     def __init__(self, config: ModelConfig, backward: bool = True, hooks: Sequence[tuple[LayerHooks, ...]] = ()):
         self.config, self.backward = complete(config), backward
-        if "auto" in (config.remat, config.loss_chunks):
+        if "auto" in (config.remat, config.loss_chunks, config.scan):
             raise ConfigError(
-                "model.remat and model.loss_chunks are 'auto' only in a recipe, for which pe_lab.train and pe_lab.plan "
-                "choose them by its devices. Give values here."
+                "model.remat, model.scan and model.loss_chunks are 'auto' only in a recipe, for which pe_lab.train and "
+                "pe_lab.plan choose them by its devices. Give values here."
             )
         self._embedder, embedder_state = nnx.split(nnx.eval_shape(lambda: Embedder(self.config, nnx.Rngs(0))))
         self._block, block_state = nnx.split(nnx.eval_shape(lambda: Block(self.config, nnx.Rngs(0))))
@@ -418,8 +418,14 @@ def _repeat(
     # The gradient of a split is one concatenation; that of indexing would be a sum of N arrays of the full size.
     leaves, tree = jax.tree.flatten(part)
     pieces, found = [jax.lax.split(jnp.asarray(leaf), (1,) * repetition.repeats) for leaf in leaves], []
+    parts = [jax.tree.unflatten(tree, [p[i][0] for p in pieces]) for i in range(repetition.repeats)]
+    current = current_mesh()
     for i in range(repetition.repeats):
-        x, one = group(x, jax.tree.unflatten(tree, [p[i][0] for p in pieces]))
+        # On several devices, XLA would gather the weights of many layers before they are used. In the backward pass, it
+        # would compute the gradients of many layers' weights together, and keep until then what they need.
+        if i + 1 < len(parts) and current is not None and current[0].size > 1:
+            x, parts[i + 1] = jax.lax.optimization_barrier((x, parts[i + 1]))
+        x, one = group(x, parts[i])
         found.append(one)
     return x, jax.tree.map(lambda *each: jnp.concatenate(each), *found)
 

@@ -15,6 +15,7 @@ import jax
 
 from pe_lab.config import TOPOLOGIES
 from pe_lab.errors import ConfigError, UnsupportedError
+from pe_lab.parallel.processes import GPU_MEMORY_SHARE
 from pe_lab.parallel.topology import GENERATIONS, Topology
 
 
@@ -157,7 +158,7 @@ def _target_config(topology: Topology) -> str:
         "memory_bandwidth": int(topology.chip.bandwidth),
         "l2_cache_size": gpu.l2_mib * 2**20,
         "clock_rate_ghz": gpu.clock_ghz,
-        "device_memory_size": topology.chip.memory,
+        "device_memory_size": int(topology.chip.memory / GPU_MEMORY_SHARE),  # all of it, also what JAX leaves free
         "registers_per_core_limit": 2**16,
         "registers_per_block_limit": 2**16,
     }
@@ -179,10 +180,12 @@ def _target_config(topology: Topology) -> str:
 #   step of an 8B model on v5p:4x4x4 sends, 96% then overlap with computation instead of 0%; and reduce-scatters over
 #   all three axes of a torus are reduce-scatters, which otherwise are compiled as all-reduces of twice the bytes
 #   (40.6 GiB instead of 54.3). 1.5B on v6e:16x16: 85% instead of 0%. v4 and v5e have none.
-# - GPUs: the weights of a layer are gathered while the layer before computes. Of the bytes that all-gathers of a 494M
-#   model send on h100:8, 96% then overlap with computation instead of 0%, for 3% more memory; 8B on h100:16: 92%
-#   instead of 91%. XLA of JAX 0.10 does so across micro-batches too, for 58% more memory: there it is off with
-#   `accumulate`.
+# - GPUs, in a scan over layers: the weights of a layer are gathered while the layer before computes. Of the bytes that
+#   all-gathers of a 494M model send on h100:8, 96% then overlap with computation instead of 0%, for 3% more memory; 8B
+#   on h100:16: 92% instead of 91%. Without a scan over layers, XLA would do so across micro-batches, and keep the
+#   weights of all layers twice; XLA of JAX 0.10 does that with a scan too, for 58% more memory.
+# - GPUs: XLA computes again what it thinks does not fit in three quarters of the memory, beside what `remat` names: 6%
+#   of the FLOPs of a 1.7B model on h100:8, which needs 62 of 72 GiB. Here `remat` alone says what is computed again.
 # - CPUs: a step that may skip its update overwrites moments that the new parameters are computed from. XLA copies
 #   them first unless it analyzes in which order they are used: 1.6% of the processor time of a 4M model's step.
 
@@ -194,17 +197,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def compiler_options(device: Any, accumulate: int, overrides: Mapping[str, Any]) -> dict[str, Any]:
+def compiler_options(device: Any, accumulate: int, scan: bool, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a train step of `accumulate` micro-batches for a kind of device, for `jax.jit` and `compile`.
 
-    `overrides` are those of the recipe; "" removes an option.
+    `scan`: the model scans over its layers. `overrides` are those of the recipe; "" removes an option.
     """
     chosen = OPTIONS.get(device.device_kind, {})
     if device.platform == "gpu":
         version = jax.__version_info__[:2]
-        if version >= (0, 12):
-            chosen = {"xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON"}
-        elif version == (0, 10) and accumulate == 1:
-            chosen = {"xla_gpu_enable_pipelined_all_gather": True}
+        chosen = {"xla_gpu_memory_limit_slop_factor": 200}
+        if scan and version >= (0, 12):
+            chosen["xla_gpu_pipeline_all_gather"] = "COLLECTIVE_PIPELINING_MODE_ON"
+        elif scan and version == (0, 10) and accumulate == 1:
+            chosen["xla_gpu_enable_pipelined_all_gather"] = True
     options = chosen | dict(overrides)
     return {name: value for name, value in options.items() if value != ""}

@@ -251,8 +251,12 @@ def _describe(run: Run, phase: PhasePlan, state: TrainState, shardings: Sharding
         if "packing_efficiency" in source:
             windows, filled = f"{source['windows']:,} windows", f"{source['packing_efficiency']:.2%}"
             out.print(f"best-fit packing of {source['name']}: {windows}, {filled} of their tokens no padding")
-    if "auto" in (config.model.remat, config.model.loss_chunks):
-        out.print(f"chosen for these devices: remat {model.config.remat}, loss_chunks {model.config.loss_chunks}")
+    given, found = config.model, model.config
+    chosen = {name: getattr(found, name) for name in ("remat", "scan", "loss_chunks") if getattr(given, name) == "auto"}
+    if config.phases[phase.index].accumulate == "auto":
+        chosen["accumulate"] = phase.config.accumulate
+    if chosen:
+        out.print("chosen for these devices: " + ", ".join(f"{name} {value}" for name, value in chosen.items()))
     if phase.config.random_positions:
         out.print(f"positions drawn below {phase.config.random_positions:,}, anew each step")
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -111,7 +112,7 @@ class RunPlan:
         """The memory of one chip during a train step of a phase."""
         model = self.models[phase.index]
         estimate = _estimator(model, phase.config, self.config.data.segments, self.mesh, self.rules)
-        return estimate(model.config)
+        return estimate(model.config, phase.config)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -121,26 +122,28 @@ class RunPlan:
 def plan_run(config: Config, mesh: Mesh, given: Given, chip: Chip, must_fit: bool = False) -> RunPlan:
     """The plan of a run on the devices of a mesh, which need not exist: a function of its arguments alone.
 
-    `remat` and `loss_chunks` "auto" are chosen by the memory of the chip; `must_fit`: it is an error that none fits.
+    Settings "auto" are chosen by the memory and the speed of the chip; `must_fit`: it is an error that nothing fits.
 
     Raises:
       UserError: the config would not train: its shapes, encodings, mesh or batch sizes do not fit each other.
     """
     _check_retention(config)
-    phases, rules = plan_phases(config, given.layers), AxisRules()
-    for phase in phases:
-        check_batch(phase.config.batch_size, phase.config.accumulate, mesh, phase.where)
+    rules, segments = AxisRules(), config.data.segments
     vocab_size = vocabulary(config, given.vocab_size)
     known: dict[Any, Model] = {}  # phases with the same QK-norm, settings and learned encodings share a model
-    models = []
-    for phase in phases:
+    phases, models = [], []
+    for phase in plan_phases(config, given.layers):
+        asked = phase.config
+        check_batch(asked.batch_size, 1 if asked.accumulate == "auto" else asked.accumulate, mesh, phase.where)
         shape = dataclasses.replace(config.model, vocab_size=vocab_size, qk_norm=phase.qk_norm)
-        shape = _choose_settings(shape, phase, config.data.segments, mesh, rules, chip, must_fit)
+        shape, accumulate = _choose_settings(shape, phase, segments, mesh, rules, chip, must_fit)
+        phase = dataclasses.replace(phase, config=dataclasses.replace(asked, accumulate=accumulate))
+        phases.append(phase)
         hooks = phase.schedule.hooks
         if (shape, hooks) not in known:
             known[shape, hooks] = Model(shape, hooks=hooks)
         models.append(known[shape, hooks])
-    plan = RunPlan(config, given, phases, tuple(models), mesh, rules, skip_policy(config.stability))
+    plan = RunPlan(config, given, tuple(phases), tuple(models), mesh, rules, skip_policy(config.stability))
     for phase, model in zip(phases, models, strict=True):
         parameter_shardings(model, mesh, rules)
         with within(f"{phase.where}.sequence_length"):
@@ -212,7 +215,8 @@ def least_memory(config: Config, phase: PhaseConfig) -> tuple[int, int]:
     embeddings = (1 if model.tie_embeddings else 2) * model.vocab_size * model.d_model
     parameters = least_parameters(model)
     moments = parameters + (embeddings if phase.optimizer.name == "muon" else parameters)
-    hidden = 2 * model.d_model * tokens // phase.accumulate
+    parts = phase.batch_size if phase.accumulate == "auto" else phase.accumulate
+    hidden = 2 * model.d_model * tokens // parts
     return parameters, 4 * (parameters + moments) + hidden + 12 * tokens
 
 
@@ -374,8 +378,8 @@ def step_shapes(
 
 def _estimator(
     model: Model, phase: PhaseConfig, segments: bool, mesh: Mesh, rules: AxisRules
-) -> Callable[[ModelConfig], Estimate]:
-    """A function from a config that differs from the model's at most in `remat` and `loss_chunks`."""
+) -> Callable[[ModelConfig, PhaseConfig], Estimate]:
+    """A function of configs that differ from the given ones at most in `remat`, `loss_chunks` and `accumulate`."""
     # The state has one shape, whatever the learning rate; steps that follow from epochs may not be known yet.
     constant = dataclasses.replace(phase.optimizer, schedule="constant", warmup_steps=0)
     optimizer = make_optimizer(constant, phase.steps, model.axes, learned=model.encoding_settings)
@@ -390,21 +394,23 @@ def _estimator(
 
     parameters = bytes_of(state.params, shardings.state.params)
     moments = bytes_of(state.optimizer, shardings.state.optimizer)
-    gradients = parameters * (2 if phase.accumulate > 1 else 1)
     inputs = bytes_of(batch, dict.fromkeys(batch, shardings.batch))
+    of_teacher = 0  # of each token
     if learns(phase.distill):  # a teacher of the same shape, and what it computes
         kept = model.config.layers if phase.distill.hidden or phase.distill.attention else 1
-        width = np.dtype(model.config.dtype).itemsize
-        inputs += parameters + kept * 2 * _tokens(phase, mesh) * model.config.d_model * width
+        of_teacher = kept * 2 * model.config.d_model * np.dtype(model.config.dtype).itemsize
+        inputs += parameters
     iteration = 0
     if phase.optimizer.name == "muon":
         iteration = newton_schulz_bytes(phase.optimizer.muon, model.shapes, model.axes, mesh.size)
 
-    def estimate(config: ModelConfig) -> Estimate:
+    def estimate(config: ModelConfig, phase: PhaseConfig) -> Estimate:
         activations, layer, loss = _activations(config, model.shapes, phase, mesh)
+        gradients = parameters * (2 if phase.accumulate > 1 else 1)
         # The update begins where the backward pass has ended, and what it kept is free.
         update = max(0, iteration - activations)
-        return Estimate(parameters, moments, inputs, activations, max(gradients + max(layer, update), loss))
+        working = max(gradients + max(layer, update), loss)
+        return Estimate(parameters, moments, inputs + of_teacher * _tokens(phase, mesh), activations, working)
 
     return estimate
 
@@ -458,39 +464,57 @@ MARGIN = 0.92  # of a chip's memory that an estimate may need
 
 def _choose_settings(
     config: ModelConfig, plan: PhasePlan, segments: bool, mesh: Mesh, rules: AxisRules, chip: Chip, must_fit: bool
-) -> ModelConfig:
-    """The config with `remat` and `loss_chunks` chosen where they are "auto": the fastest that fits by the estimate.
+) -> tuple[ModelConfig, int]:
+    """The config and `accumulate` with values for "auto": those of the fastest step that fits by the estimate.
 
     If nothing fits, a `ConfigError` where it `must_fit`, else what needs the least memory.
     """
-    if "auto" not in (config.remat, config.loss_chunks):
-        return config
     phase = plan.config
-    tokens = _tokens(phase, mesh)
-    remats = _REMATS if config.remat == "auto" else (config.remat,)
-    chunks = [2**n for n in range(8) if 2**n <= tokens] if config.loss_chunks == "auto" else [config.loss_chunks]
-    options = [dataclasses.replace(config, remat=remat, loss_chunks=n) for remat in remats for n in chunks]
-    estimate = _estimator(Model(options[0], hooks=plan.schedule.hooks), phase, segments, mesh, rules)
-    needed = {option: estimate(option).total for option in options}
-    for option in sorted(options, key=lambda option: _extra_seconds(option, phase, mesh, chip)):
-        if not chip.memory or needed[option] <= MARGIN * chip.memory:
-            return option
-    smallest = min(options, key=needed.__getitem__)
-    if must_fit:
-        raise ConfigError(
-            f"phase '{phase.name}': with any remat and loss_chunks, a step needs about "
-            f"{needed[smallest] / GIB:.1f} GiB of {chip.memory / GIB:.4g} GiB a chip. "
-            "pe_lab.plan names the settings with which it would fit."
-        )
-    return smallest
+    asked = {"remat": config.remat, "loss_chunks": config.loss_chunks, "accumulate": phase.accumulate}
+    free = [name for name, value in asked.items() if value == "auto"]
+    options = list(_options(complete(config), phase, mesh, chip))
+    if free:
+        estimate = _estimator(Model(options[0][0], hooks=plan.schedule.hooks), options[0][1], segments, mesh, rules)
+        needed = [estimate(*option) for option in options]
+        fitting = [i for i, one in enumerate(needed) if not chip.memory or one.total <= MARGIN * chip.memory]
+        smallest = min(range(len(options)), key=lambda i: needed[i].total)
+        if must_fit and not fitting:
+            raise ConfigError(
+                f"phase '{phase.name}': with any {' and '.join(free)}, a step needs at least about "
+                f"{needed[smallest].total / GIB:.1f} GiB of {chip.memory / GIB:.4g} GiB a chip. "
+                "pe_lab.plan names the settings with which it would fit."
+            )
+        weights = needed[0].parameters
+        seconds = {i: _extra_seconds(*options[i], weights, mesh, chip) for i in fitting or [smallest]}
+        options = [options[min(seconds, key=seconds.__getitem__)]]
+    ((chosen, phase),) = options
+    return chosen, phase.accumulate
 
 
 # "none" is not among them: it also keeps every elementwise result, and reading those takes longer than computing them.
 _REMATS = ("dots_attention", "dots", "full")
 
 
-def _extra_seconds(config: ModelConfig, phase: PhaseConfig, mesh: Mesh, chip: Chip) -> float:
-    """The time of a micro-batch that a choice adds: recomputed products, and sums written to memory, at the peaks."""
+def _options(
+    config: ModelConfig, phase: PhaseConfig, mesh: Mesh, chip: Chip
+) -> Iterator[tuple[ModelConfig, PhaseConfig]]:
+    """Every choice of what is "auto"; the layers are unrolled on GPUs, unless they are computed again."""
+    sequences = phase.batch_size // (mesh.shape["data"] * mesh.shape["fsdp"])
+    parts = [n for n in range(1, sequences + 1) if sequences % n == 0]
+    for accumulate in parts if phase.accumulate == "auto" else [phase.accumulate]:
+        divided = dataclasses.replace(phase, accumulate=accumulate)
+        tokens = _tokens(divided, mesh)
+        chunks = [2**n for n in range(8) if 2**n <= tokens] if config.loss_chunks == "auto" else [config.loss_chunks]
+        for remat, count in itertools.product(_REMATS if config.remat == "auto" else (config.remat,), chunks):
+            # XLA copies what a scan keeps into arrays of all layers, and initializes these.
+            scanned = remat == "full" or not chip.name.startswith("NVIDIA")
+            scan = scanned if config.scan == "auto" else config.scan
+            yield dataclasses.replace(config, remat=remat, loss_chunks=count, scan=scan), divided
+
+
+def _extra_seconds(config: ModelConfig, phase: PhaseConfig, weights: int, mesh: Mesh, chip: Chip) -> float:
+    """The time of a step that a choice adds, at the chip's peaks: recomputed products, sums written to memory, and
+    weights gathered and gradients reduced again. `weights`: bytes of a chip's part of the parameters, in float32."""
     peak, bandwidth = chip.peak or 1e12, chip.bandwidth or 1e11
     tokens, tensor, length = _tokens(phase, mesh), mesh.shape["tensor"], phase.sequence_length
     D, H, G, K = config.d_model, config.heads, config.kv_heads, config.head_dim
@@ -501,4 +525,9 @@ def _extra_seconds(config: ModelConfig, phase: PhaseConfig, mesh: Mesh, chip: Ch
     product = 2 * tokens * D * config.vocab_size / peak
     # Among choices that cost nothing, fewer chunks: a tenth of what they would cost if nothing else took time.
     adding = max(0.0, moved / bandwidth - product) + 0.1 * moved / bandwidth
-    return (config.layers * tokens * again / peak + adding) / tensor
+    of_micro_batch = (config.layers * tokens * again / peak + adding) / tensor
+    # As if nothing was sent beside computation: fewer micro-batches where the others gain little.
+    width, fsdp, data = np.dtype(config.dtype).itemsize / 4, mesh.shape["fsdp"], mesh.shape["data"]
+    sent = width * weights * (3 * (fsdp - 1) + 2 * (data - 1) / data)
+    repeated = sent / (chip.ici or 1e10) + 3 * weights / bandwidth
+    return phase.accumulate * of_micro_batch + (phase.accumulate - 1) * repeated

@@ -233,12 +233,12 @@ def open_pipeline(plan: RunPlan, phase: PhasePlan, state: Mapping[str, Any] | No
 
 
 def held_out_batches(plan: RunPlan, phase: PhasePlan, count: int) -> dict[str, list[Batch]]:
-    """At most `count` batches of held-out text for each source, with the shape of a micro-batch of the phase."""
+    """At most `count` batches of held-out text for each source, in parts with the shape of a micro-batch."""
     return validation_batches(
         plan.config.data,
         sequence_length=phase.config.sequence_length,
         batch_size=phase.config.batch_size // phase.config.accumulate,
-        count=count,
+        count=count * phase.config.accumulate,
         vocab_size=plan.config.model.vocab_size,
         **batch_share(plan.mesh),
     )

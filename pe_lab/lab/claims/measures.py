@@ -180,7 +180,7 @@ def trigram(config: Config) -> dict[str, float]:
     held_out = validation_batches(
         config.data,
         sequence_length=last.sequence_length,
-        batch_size=last.batch_size // last.accumulate,
+        batch_size=last.batch_size,
         count=config.log.validation_batches,
     )
     needles = {source.name or source.source for source in config.data.sources if source.source == "needles"}
