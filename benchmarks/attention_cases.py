@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}  # for `error`
+WINDOW, DOCUMENTS, SOFT_CAP = 1024, 8, 50.0
 
 
 class Case(NamedTuple):
@@ -60,6 +61,27 @@ def bias_table(case: Case, size: int) -> np.ndarray:
     rng = np.random.default_rng(size)
     fall = np.log1p(np.arange(size)) * np.linspace(0.1, 0.5, case.H)[:, None]
     return (0.3 * rng.standard_normal((case.H, size)) - fall).astype(np.float32)
+
+
+def beside(feature: str, case: Case) -> dict[str, np.ndarray]:
+    """What a feature of `attention_features.FEATURES` has beside queries, keys and values.
+
+    `segments` [B, T]: the document of each token; `slope` [H]; `distance_bias` [H, n], whose last entry is also that of
+    larger distances; `key_bias` [1, H, T]; `sink` [H].
+    """
+    rng = np.random.default_rng(case.T)
+    if feature == f"{DOCUMENTS} documents":
+        cuts = np.sort(rng.integers(1, case.T, (case.B, DOCUMENTS - 1)), axis=1)
+        return {"segments": (np.arange(case.T)[None, :, None] >= cuts[:, None]).sum(-1).astype(np.int32)}
+    if feature == "ALiBi":
+        return {"slope": (2.0 ** (-8 * np.arange(1, case.H + 1) / case.H)).astype(np.float32)}
+    if feature == "a bias for every distance":
+        return {"distance_bias": bias_table(case, case.T)}
+    if feature == "a bias for 128 distances":
+        return {"distance_bias": bias_table(case, 128)}
+    if feature == "a bias of keys":
+        return {"key_bias": rng.standard_normal((1, case.H, case.T), np.float32)}
+    return {"sink": rng.standard_normal(case.H, np.float32)} if feature == "a sink" else {}
 
 
 def head_frequencies(H: int, K: int) -> np.ndarray:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from attention_cases import TOLERANCE, Case, bias_table, error
+from attention_cases import DOCUMENTS, SOFT_CAP, TOLERANCE, WINDOW, Case, beside, chosen_rows, error
 from attention_kernels import placed, rotating, runs, taken
 from attention_tools import Plan, Table, measure, reason, summary, tell, turn_of
 
@@ -22,28 +22,11 @@ from pe_lab.attention import IMPLEMENTATIONS
 from pe_lab.attention.capabilities import AttentionRequest, refusals
 from pe_lab.attention.key_block import AttentionInputs, scaled
 from pe_lab.parallel import compute_capability
-from pe_lab.positional import alibi_slopes
 
 CHANNELS = "cudnn, ALiBi by channels"  # `by_channels`
-KERNELS = ("cudnn", "tokamax", "pallas_hopper", "pallas_gpu", CHANNELS)
+FLEX = "torch flex"  # torch's flex_attention
+KERNELS = ("cudnn", "tokamax", "pallas_hopper", "pallas_gpu", CHANNELS, FLEX)
 ROTATES = "heads rotate differently"
-WINDOW, DOCUMENTS, SOFT_CAP = 1024, 8, 50.0
-Inputs = Callable[[Case], AttentionInputs]
-
-
-def documents(case: Case) -> jax.Array:
-    """Ids of as many documents of different lengths in each sequence."""
-    cuts = np.sort(np.random.default_rng(case.T).integers(1, case.T, (case.B, DOCUMENTS - 1)), axis=1)
-    return jnp.asarray((np.arange(case.T)[None, :, None] >= cuts[:, None]).sum(-1), jnp.int32)
-
-
-def packed(case: Case) -> AttentionInputs:
-    ids = documents(case)
-    return AttentionInputs(query_segments=ids, key_segments=ids)
-
-
-def normal(*shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(len(shape)).standard_normal(shape), jnp.float32)
 
 
 @dataclass(frozen=True)
@@ -55,37 +38,32 @@ class Feature:
       learned: fields of the inputs whose gradient is taken, too.
     """
 
-    needs: frozenset[str]
-    inputs: Inputs
+    needs: frozenset[str] = frozenset()
     learned: tuple[str, ...] = ()
 
 
-def feature(inputs: Inputs, *needs: str, learned: tuple[str, ...] = ()) -> Feature:
-    return Feature(frozenset(needs), inputs, learned)
-
-
 FEATURES = {
-    "plain": feature(lambda case: AttentionInputs()),
-    ROTATES: feature(lambda case: AttentionInputs()),
-    f"a window of {WINDOW:,}": feature(lambda case: AttentionInputs(window=min(WINDOW, case.T)), "windows"),
-    f"{DOCUMENTS} documents": feature(packed, "segments"),
-    "ALiBi": feature(lambda case: AttentionInputs(slope=jnp.asarray(alibi_slopes(case.H), jnp.float32)), "slopes"),
-    "a bias for every distance": feature(
-        lambda case: AttentionInputs(distance_bias=jnp.asarray(bias_table(case, case.T))),
-        "distance bias",
-        learned=("distance_bias",),
-    ),
-    "a bias for 128 distances": feature(
-        lambda case: AttentionInputs(distance_bias=jnp.asarray(bias_table(case, 128))),
-        "distance bias",
-        learned=("distance_bias",),
-    ),
-    "a bias of keys": feature(
-        lambda case: AttentionInputs(key_bias=normal(1, case.H, case.T)), "key bias", learned=("key_bias",)
-    ),
-    "a sink": feature(lambda case: AttentionInputs(sink=normal(case.H)), "sinks", learned=("sink",)),
-    "a soft cap": feature(lambda case: AttentionInputs(soft_cap=SOFT_CAP), "soft cap"),
+    "plain": Feature(),
+    ROTATES: Feature(),
+    f"a window of {WINDOW:,}": Feature(frozenset({"windows"})),
+    f"{DOCUMENTS} documents": Feature(frozenset({"segments"})),
+    "ALiBi": Feature(frozenset({"slopes"})),
+    "a bias for every distance": Feature(frozenset({"distance bias"}), ("distance_bias",)),
+    "a bias for 128 distances": Feature(frozenset({"distance bias"}), ("distance_bias",)),
+    "a bias of keys": Feature(frozenset({"key bias"}), ("key_bias",)),
+    "a sink": Feature(frozenset({"sinks"}), ("sink",)),
+    "a soft cap": Feature(frozenset({"soft cap"})),
 }
+
+
+def inputs_of(what: str, case: Case) -> AttentionInputs:
+    """What a feature has beside queries, keys and values."""
+    given = {name: jnp.asarray(array) for name, array in beside(what, case).items()}
+    if (ids := given.pop("segments", None)) is not None:
+        return AttentionInputs(query_segments=ids, key_segments=ids)
+    if "windows" in FEATURES[what].needs:
+        return AttentionInputs(window=min(WINDOW, case.T))
+    return AttentionInputs(soft_cap=SOFT_CAP if "soft cap" in FEATURES[what].needs else None, **given)
 
 
 def by_channels(query: jax.Array, key: jax.Array, value: jax.Array, slope: jax.Array, run: Any) -> jax.Array:
@@ -114,7 +92,7 @@ def call_of(name: str, what: str, case: Case, plan: Plan) -> Callable[..., jax.A
         return rotating(run, inside=IMPLEMENTATIONS[name].capabilities.rotates_keys)
 
     def call(query: jax.Array, key: jax.Array, value: jax.Array, *learned: jax.Array) -> jax.Array:
-        inputs = replace(one.inputs(case), **dict(zip(one.learned, learned, strict=True)))
+        inputs = replace(inputs_of(what, case), **dict(zip(one.learned, learned, strict=True)))
         query = scaled(query, jnp.float32(case.K**-0.5))
         if name == CHANNELS:
             return by_channels(query, key, value, inputs.slope, run)
@@ -135,7 +113,7 @@ def both(call: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array, ...]]
 
 def arguments_of(what: str, case: Case) -> tuple[jax.Array, ...]:
     one = FEATURES[what]
-    inputs = one.inputs(case)
+    inputs = inputs_of(what, case)
     return *placed(case), *(getattr(inputs, name) for name in one.learned)
 
 
@@ -149,6 +127,16 @@ def off(name: str, what: str, case: Case, plan: Plan, backward: bool) -> float:
     found = jax.jit(both(call) if backward else call)(*arguments)
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
     return max(error(np.asarray(x, np.float32).reshape(1, -1, 1), np.asarray(y).reshape(1, -1, 1)) for x, y in pairs)
+
+
+def torch_off(what: str, case: Case, plan: Plan, backward: bool) -> float:
+    """As `off` of torch's flex_attention, for some of the queries: their outputs, or their gradients."""
+    arguments, rows = arguments_of(what, case), chosen_rows(case)
+    chunked = call_of("chunked", what, case._replace(dtype="float32"), plan)
+    with jax.default_matmul_precision("highest"):
+        wanted = jax.jit(both(chunked))(*(x.astype(jnp.float32) for x in arguments))[1 if backward else 0]
+    found = plan.peer.rows(case, f"flex {what}", rows, "gradient" if backward else "out")
+    return error(found, np.asarray(wanted)[:, rows])
 
 
 def measured(what: str, case: Case, short: Case, plan: Plan, backward: bool) -> dict[str, dict[str, Any]]:
@@ -172,6 +160,15 @@ def measured(what: str, case: Case, short: Case, plan: Plan, backward: bool) -> 
             turns[name] = turn_of(made, plan.turn)
         except Exception as failure:
             rows.setdefault(name, {})["failure"] = reason(failure)
+    if plan.peer is not None and plan.wants(FLEX) and not apart:
+        try:
+            rows[FLEX] = {"error": torch_off(what, short, plan, backward)}
+            if rows[FLEX]["error"] > TOLERANCE[case.dtype]:
+                rows[FLEX]["failure"] = "wrong"
+            else:
+                turns[FLEX] = plan.peer.turn(case, f"flex {what}", "backward" if backward else "forward", plan.turn)
+        except Exception as failure:
+            rows.setdefault(FLEX, {})["failure"] = reason(failure)
     for name, spent in measure(turns, plan.rounds).items():
         rows[name] |= summary(spent)
     return rows

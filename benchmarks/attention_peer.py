@@ -16,18 +16,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from attention_cases import Case, arrays, bias_table
+from attention_cases import SOFT_CAP, WINDOW, Case, arrays, beside, bias_table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-BIAS = "bias "
+BIAS, FLEX = "bias ", "flex "
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
 class Attention:
     """Answers of one device. `how`: flash or cudnn (with grouped heads), grouped (torch chooses), or repeated: the
     same with a key head for every query head, which are made before anything is timed; with `BIAS` before it, the same
-    with a learned bias for every distance: as products and a softmax, as a mask, or by flex_attention."""
+    with a learned bias for every distance: as products and a softmax, as a mask, or by flex_attention; with `FLEX`
+    before it, a feature of `attention_features.py` by flex_attention."""
 
     def __init__(self, job: dict):
         torch.set_num_threads(job["threads"])
@@ -36,13 +37,14 @@ class Attention:
             raise RuntimeError(f"torch {torch.__version__} sees no GPU")
         self._made: tuple = (None, None)
         self._places: tuple = ()
+        self._flex: Any = None
         self._calls: dict = {}
 
     def tensors(self, case: Case, how: str) -> list:
         """Queries, keys and values as they lie in a model [B, T, H, K], viewed as [B, H, T, K]; on a CPU as torch likes
-        them best, heads first. With a bias, its table [H, T]."""
+        them best, heads first. With a bias, its table [H, T]; of a feature, what is learned."""
         biased = how.startswith(BIAS)
-        key = (case, how == "repeated" or biased, biased)
+        key = (case, how == "repeated" or biased, biased, how if how.startswith(FLEX) else "")
         if self._made[0] != key:
             self._made = (None, None)  # first away with the old ones
             made = [torch.from_numpy(x).to(self.device, getattr(torch, case.dtype)) for x in arrays(case)]
@@ -55,12 +57,19 @@ class Attention:
                 made.append(torch.from_numpy(bias_table(case, case.T)).to(self.device))
                 places = torch.arange(case.T, device=self.device)
                 self._places = ((places[:, None] - places).clamp(0), places[:, None] < places)
+            if key[3]:
+                what = how.removeprefix(FLEX)
+                given = {name: torch.from_numpy(x).to(self.device) for name, x in beside(what, case).items()}
+                made += [given[name] for name in ("distance_bias", "key_bias", "sink") if name in given]
+                self._flex = self.flex(what, case, given)
             self._made = (key, made)
         return self._made[1]
 
-    def attend(self, query: Any, key: Any, value: Any, table: Any = None, *, how: str, causal: bool = True) -> Any:
-        if table is not None:
-            return self.biased(query, key, value, table, how.removeprefix(BIAS))
+    def attend(self, query: Any, key: Any, value: Any, *learned: Any, how: str, causal: bool = True) -> Any:
+        if how.startswith(FLEX):
+            return self._flex(query, key, value, *learned)
+        if learned:
+            return self.biased(query, key, value, *learned, how.removeprefix(BIAS))
         return scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=how != "repeated")
 
     def biased(self, query: Any, key: Any, value: Any, table: Any, how: str) -> Any:
@@ -79,6 +88,39 @@ class Attention:
         if how == "sdpa":
             return scaled_dot_product_attention(query, key, value, attn_mask=bias[None])
         return torch.softmax(query @ key.mT * query.shape[-1] ** -0.5 + bias, -1) @ value
+
+    def flex(self, feature: str, case: Case, given: dict) -> Any:
+        """flex_attention with a feature, as a function of queries, keys, values and what is learned."""
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        ids, slope = given.get("segments"), given.get("slope")
+        window = WINDOW if "window" in feature else case.T
+
+        def seen(b: Any, h: Any, i: Any, j: Any) -> Any:
+            near = (i >= j) & (i - j < window)
+            return near if ids is None else near & (ids[b, i] == ids[b, j])
+
+        mask = create_block_mask(seen, case.B if ids is not None else None, None, case.T, case.T, device=self.device)
+
+        def call(query: Any, key: Any, value: Any, learned: Any = None) -> Any:
+            def changed(logit: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+                if slope is not None:
+                    return logit - slope[h] * (i - j)
+                if "distance_bias" in given:
+                    return logit + learned[h, (i - j).clamp(0, learned.shape[1] - 1)]
+                if "key_bias" in given:
+                    return logit + learned[0, h, j]
+                return SOFT_CAP * torch.tanh(logit / SOFT_CAP) if "cap" in feature else logit
+
+            plain = feature == "plain" or ids is not None or window < case.T or "sink" in given
+            options = {"score_mod": None if plain else changed, "block_mask": mask, "enable_gqa": True}
+            if "sink" not in given:
+                return flex_attention(query, key, value, **options)
+            out, logsumexp = flex_attention(query, key, value, **options, return_lse=True)
+            # One more term of the softmax's denominator.
+            return out * torch.sigmoid(logsumexp - learned[:, None])[..., None].to(out.dtype)
+
+        return torch.compile(call)
 
     def peak(self, asked: dict) -> dict:
         """Bytes of the process's memory at most, so far."""

@@ -87,16 +87,26 @@ def splash_attention(
 def cudnn_attention(
     query: Queries, key: Keys, value: Keys, inputs: AttentionInputs, implementation: Literal["cudnn", "xla"] = "cudnn"
 ) -> Queries:
-    """cuDNN's flash attention, by `jax.nn`; implementation "xla" computes the same result on any platform."""
+    """cuDNN's flash attention, by `jax.nn`; implementation "xla" computes the same result on any platform.
+
+    Raises:
+      UnsupportedError: JAX refuses it, for it asks the GPUs of this machine also where it compiles for others.
+    """
     check_inputs("cuDNN", CUDNN.honours, inputs)
     # JAX refuses gradients of sequences of an odd length, because it treats every call as one with a bias.
     T = query.shape[1]
     q, k, v = (_padded(x, 1, T + T % 2) for x in (query, key, value))
     window = _window(inputs, T)
     neighbours = None if window is None else (window - 1, 0)  # before and after a token, which the window counts
-    out = jax.nn.dot_product_attention(
-        q, k, v, scale=1.0, is_causal=True, local_window_size=neighbours, implementation=implementation
-    )
+    try:
+        out = jax.nn.dot_product_attention(
+            q, k, v, scale=1.0, is_causal=True, local_window_size=neighbours, implementation=implementation
+        )
+    except NotImplementedError as error:
+        raise UnsupportedError(
+            f"cuDNN's attention: {error} JAX asked the GPUs of this machine. To compile for others, name another "
+            "kernel, such as model.attention=pallas_gpu."
+        ) from None
     return out[:, :T]
 
 
