@@ -1,11 +1,15 @@
 """Suites inside training: their numbers by step, and their time in the ledger."""
 
+import jax
+import numpy as np
 import pytest
 from tiny_runs import compilations_kept, records, tiny, train  # noqa: F401
 
 from pe_lab.errors import UserError
 from pe_lab.evaluate import main
 from pe_lab.training.evaluators import main_numbers
+from pe_lab.training.plan import plan_here
+from pe_lab.training.run import held_out_batches
 
 OPTIONS = '{"tokens": 256, "windows": 4}'
 
@@ -31,6 +35,20 @@ def test_a_run_measures_suites_as_an_evaluation_does(tmp_path, monkeypatch):
     for one in found:
         ((name, value),) = main_numbers([one]).items()
         assert measured[one["phase"]][name] == pytest.approx(value, rel=1e-5), name
+
+
+def test_validation_has_the_same_text_whatever_the_number_of_micro_batches(tmp_path):
+    """1 s. 2 batches of 8 windows, in two parts or in one."""
+    found = []
+    for accumulate, parts in ((1, 2), (2, 4), ("auto", 2)):  # on CPUs, whose memory is not known, "auto" is one
+        config = tiny(tmp_path / "recipe", phases__0__accumulate=str(accumulate))
+        plan = plan_here(config, jax.devices()[:1])
+        assert plan.phases[0].config.accumulate == parts // 2 and plan.config.phases[0].accumulate == accumulate
+        ((_, batches),) = held_out_batches(plan, plan.phases[0], 2).items()
+        assert len(batches) == parts
+        found.append(np.concatenate([batch["tokens"] for batch in batches]))
+    np.testing.assert_array_equal(found[0], found[1])
+    np.testing.assert_array_equal(found[0], found[2])
 
 
 def test_numbers_are_named_by_suite_length_source_and_variant():

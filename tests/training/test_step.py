@@ -1,5 +1,7 @@
 """The pure step: weights of the loss, micro-batches, donated memory, and where things lie on a mesh."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -62,6 +64,22 @@ def test_four_micro_batches_are_one_batch(params, batch, step, after):
     for name in ("loss", "grad_norm"):
         np.testing.assert_allclose(metrics[name], after[1][name], rtol=1e-6)
     assert int(state.step) == int(after[0].step) == 1
+
+
+def test_unrolled_layers_on_a_mesh_are_the_scan_with_one_layer_ahead(params, batch, after):
+    """2 s. Beside products, weights of one layer more are gathered, and gradients of one layer more reduced."""
+    model, mesh, rules = Model(dataclasses.replace(CONFIG, scan=False)), make_mesh(MeshConfig(fsdp=8)), AxisRules()
+    shardings = make_shardings(model, SGD, mesh, rules)
+    state = jax.device_put(init_state(model, SGD, MODEL.init(jax.random.key(0))), shardings.state)
+    step = compile_train_step(model, SGD, mesh, rules)
+    inputs = place_batch(batch, shardings.batch), SCHEDULE
+    # Between two layers, forward and backward; the others are of the loss.
+    barriers = step.lower(state, *inputs).as_text().count("stablehlo.optimization_barrier")
+    alone = jax.jit(train_step, static_argnums=(0, 1, 2)).lower(model, SGD, 1, state, *inputs).as_text()
+    assert barriers - alone.count("stablehlo.optimization_barrier") == 2
+    found, metrics = step(state, *inputs)
+    np.testing.assert_allclose(moved(params, found), moved(params, after[0]), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(metrics["loss"], after[1]["loss"], rtol=1e-6)
 
 
 def test_the_loss_is_the_weighted_mean_of_the_cross_entropy(params, batch, after):
