@@ -52,7 +52,7 @@ from pe_lab.training.run import peak_flops
 
 CLOSE = 1e-2  # of the first losses, relative: products are rounded to 8 bits on both sides, each in its own order
 DOCUMENTS = 8  # of a packed window
-TINY = ModelConfig(640, 2, 64, 128, 4, 2, dtype="bfloat16", loss_chunks=8)
+TINY = ModelConfig(640, 2, 64, 128, 4, 2, dtype="bfloat16")
 
 
 class Cell(NamedTuple):
@@ -86,14 +86,16 @@ def cells() -> dict[str, Cell]:
     return found | {"494m@1024, RNoPE-SWA": Cell("494m", 1024, 16, swa)}
 
 
-def shape_of(cell: Cell, tiny: bool, loss_chunks: int) -> Shape:
-    if tiny:
-        return Shape(TINY, 2, 64, 1)
+def shape_of(cell: Cell, args: argparse.Namespace) -> Shape:
+    """A cell's model with what a recipe's "auto" takes on a GPU where memory is enough; `--scan`: but for the scan."""
+    how = {"remat": "dots_attention", "scan": args.scan, "loss_chunks": args.loss_chunks}
+    if args.tiny:
+        return Shape(dataclasses.replace(TINY, **how), 2, 64, 1)
     if cell.model == "494m":
         model = load_config(f"{HERE.parent}/configs/drope_16b.py").model
     else:
         model = ModelConfig(**preset(cell.model, dtype="bfloat16"))
-    return Shape(dataclasses.replace(model, remat="none", loss_chunks=loss_chunks), cell.batch, cell.length, 10)
+    return Shape(dataclasses.replace(model, **how), cell.batch, cell.length, 10)
 
 
 def packed(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -121,7 +123,7 @@ def peak_memory(side: Any) -> int | None:
 
 def measured(name: str, cell: Cell, args: argparse.Namespace, python: str | None) -> dict[str, Any]:
     """Both sides' results of one cell."""
-    shape = shape_of(cell, args.tiny, args.loss_chunks)
+    shape = shape_of(cell, args)
     tell(f"  train step: {name}, {shape.batch} x {shape.length} tokens")
     params, batch = prepare(shape)
     if cell.packed:
@@ -195,6 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--peer-python", default="", help="a Python with torch and transformers")
     parser.add_argument("--ours-only", action="store_true", help="no peer")
     parser.add_argument("--loss-chunks", type=int, default=8, help="of our train step")
+    parser.add_argument("--scan", action="store_true", help="our layers in a scan")
     parser.add_argument("--rounds", type=int, default=3, help="of each side")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of the CPU")
     parser.add_argument("--json", default="", help="a file for all that is found; a table in .md beside it")

@@ -1,5 +1,6 @@
 """The scripts of benchmarks/gpu, tiny and on a CPU; two minutes in all."""
 
+import argparse
 import json
 import os
 import re
@@ -8,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from pe_lab.model import Model
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted((ROOT / "benchmarks/gpu").glob("*.sh"))
@@ -27,6 +30,17 @@ def test_the_page_names_every_script_with_its_command():
     commands = re.findall(r"`(sh benchmarks/gpu/(\S+\.sh)[^`]*)`", page)
     assert {name for _, name in commands if name != "SCRIPT"} == {path.name for path in SCRIPTS}
     assert all(len(command) < 2000 for command, _ in commands)
+
+
+def test_every_model_of_the_train_step_can_be_made(monkeypatch):
+    """Their shapes alone; a tiny one takes their place below. 2 s."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks.train_step_gpu import cells, shape_of
+
+    args = argparse.Namespace(tiny=False, scan=False, loss_chunks=8)
+    sizes = {name: Model(shape_of(cell, args).model).num_parameters for name, cell in cells().items()}
+    assert {size // 10**6 for size in sizes.values()} == {134, 361, 494}
 
 
 @pytest.mark.slow
