@@ -117,24 +117,26 @@ def arguments_of(what: str, case: Case) -> tuple[jax.Array, ...]:
     return *placed(case), *(getattr(inputs, name) for name in one.learned)
 
 
-def off(name: str, what: str, case: Case, plan: Plan, backward: bool) -> float:
-    """The largest error of an implementation's output, and of its gradients, in a short case."""
-    arguments = arguments_of(what, case)
+def exact(what: str, case: Case, plan: Plan, backward: bool) -> Any:
+    """The output, or it and the gradients, of chunked attention in float32."""
     chunked = call_of("chunked", what, case._replace(dtype="float32"), plan)
     with jax.default_matmul_precision("highest"):  # on a GPU products of float32 would be TF32's otherwise
-        wanted = jax.jit(both(chunked) if backward else chunked)(*(x.astype(jnp.float32) for x in arguments))
-    call = call_of(name, what, case, plan)
-    found = jax.jit(both(call) if backward else call)(*arguments)
+        given = (x.astype(jnp.float32) for x in arguments_of(what, case))
+        return jax.jit(both(chunked) if backward else chunked)(*given)
+
+
+def off(name: str, what: str, case: Case, plan: Plan, backward: bool) -> float:
+    """The largest error of an implementation's output, and of its gradients, in a short case."""
+    wanted, call = exact(what, case, plan, backward), call_of(name, what, case, plan)
+    found = jax.jit(both(call) if backward else call)(*arguments_of(what, case))
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
     return max(error(np.asarray(x, np.float32).reshape(1, -1, 1), np.asarray(y).reshape(1, -1, 1)) for x, y in pairs)
 
 
 def torch_off(what: str, case: Case, plan: Plan, backward: bool) -> float:
     """As `off` of torch's flex_attention, for some of the queries: their outputs, or their gradients."""
-    arguments, rows = arguments_of(what, case), chosen_rows(case)
-    chunked = call_of("chunked", what, case._replace(dtype="float32"), plan)
-    with jax.default_matmul_precision("highest"):
-        wanted = jax.jit(both(chunked))(*(x.astype(jnp.float32) for x in arguments))[1 if backward else 0]
+    rows, wanted = chosen_rows(case), exact(what, case, plan, backward)
+    wanted = wanted[1] if backward else wanted
     found = plan.peer.rows(case, f"flex {what}", rows, "gradient" if backward else "out")
     return error(found, np.asarray(wanted)[:, rows])
 

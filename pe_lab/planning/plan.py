@@ -141,6 +141,7 @@ def explain_phase(plan: Plan, phase: PhaseNumbers) -> tuple[Compiled, StepReport
             "length": config.sequence_length,
             "accumulate": config.accumulate,
             "remat": model.remat,
+            "scan": model.scan,
             "loss_chunks": model.loss_chunks,
         },
         compiler=compiler_name(plan.topology),
@@ -211,6 +212,8 @@ def plan_json(plan: Plan, mfu: float) -> dict[str, Any]:
                 "flops_per_token_causal": phase.flops.causal,
                 "flops": phase.total_flops,
                 "newton_schulz_flops_per_step": phase.newton_schulz,
+                "accumulate": phase.plan.config.accumulate,
+                **{name: getattr(phase.model.config, name) for name in ("remat", "scan", "loss_chunks")},
                 "memory_estimate": {**dataclasses.asdict(phase.memory), "total": phase.memory.total},
             }
             for phase in plan.phases

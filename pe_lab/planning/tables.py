@@ -76,7 +76,11 @@ def training_text(plan: Plan, mfu: float) -> str:
         "working": f"working set (gradients and a layer, or {chunks})",
         "total": "total",
     }
-    estimates = [(title, *(size(getattr(p.memory, part)) for p in plan.phases)) for part, title in parts.items()]
+    estimates = [
+        ("micro-batches", *(str(p.plan.config.accumulate) for p in plan.phases)),
+        ("layers", *("in a scan" if p.model.config.scan else "unrolled" for p in plan.phases)),
+        *((title, *(size(getattr(p.memory, part)) for p in plan.phases)) for part, title in parts.items()),
+    ]
     header = ("per chip", *(phase.plan.name for phase in plan.phases))
     return "\n".join([*lines, "\nmemory, estimated from shapes", _indented(header, estimates), ""])
 
