@@ -26,6 +26,7 @@ from test_gpu import BASE, FEATURES, KINDS, shapes
 from pe_lab.attention.kernels import hopper
 from pe_lab.attention.kernels.hopper import HopperTiles, hopper_key_block, tiles
 from pe_lab.attention.key_block import MASKED, merge
+from pe_lab.errors import UnsupportedError
 
 CLOSE = 1e-2  # of bfloat16
 BASE = dataclasses.replace(BASE, dtype="bfloat16")
@@ -237,3 +238,10 @@ def test_long_keys_are_split_for_few_queries(monkeypatch):
         arguments, settings = shapes(**kind)
         jax.eval_shape(functools.partial(hopper_key_block, **settings), *arguments)
         assert len(kept) == (splits if splits > 1 else 0)
+
+
+def test_too_few_threads_are_refused_where_the_interpreter_would_hang(monkeypatch):  # 0.1 s
+    monkeypatch.setenv("NPROC", "2")
+    asked = request(BASE)
+    with pytest.raises(UnsupportedError, match=r"3 threads of XLA .* XLA has 2 here\. Set .* NPROC=8"):
+        hopper_key_block(asked.query, asked.key, asked.value, asked.inputs, interpret=True)

@@ -40,6 +40,7 @@ from pe_lab.attention.kernels.hopper_parts import (
     ROWS,
     add_product,
     channel_tile,
+    interpreter,
     looked_up,
     matrix,
 )
@@ -475,7 +476,7 @@ def hopper_key_block(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         kernel_name=f"pe_lab_attention_{'decode' if length <= FEW else 'flash'}",
-        interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
+        interpret=interpreter() if interpret else None,
     )(*arrays.values())
     out = out[:, :length].reshape(splits, B, H, T, K)
     logsumexp = logsumexp[:, :length].reshape(splits, B, H, T)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import jax
@@ -11,6 +12,8 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pe_lab.errors import UnsupportedError
+
 LOG2_E = math.log2(math.e)
 ROWS = 64  # of a matrix product of a warpgroup
 LINE = 32  # numbers of 4 bytes; copies into shared memory begin at multiples of 128 bytes
@@ -18,6 +21,23 @@ LINE = 32  # numbers of 4 bytes; copies into shared memory begin at multiples of
 LOGITS = plgpu.Layout.WGMMA
 DOWN, ACROSS = LOGITS.reduce(1), LOGITS.reduce(0)
 PROGRAMS = 132  # multiprocessors of an H100
+WARPGROUPS = 3  # of a program, at most
+
+
+def interpreter() -> Any:
+    """JAX's interpreter of GPU kernels on a CPU, with its detector of races.
+
+    Raises:
+      UnsupportedError: XLA has fewer threads than a program has warpgroups: each keeps one while it waits for another.
+    """
+    bound = hasattr(os, "sched_getaffinity")  # macOS binds no process to cores
+    threads = int(os.environ.get("NPROC") or (len(os.sched_getaffinity(0)) if bound else os.cpu_count() or 1))
+    if threads < WARPGROUPS:
+        raise UnsupportedError(
+            f"A kernel for Hopper GPUs is interpreted by {WARPGROUPS} threads of XLA that wait for each other, and "
+            f"XLA has {threads} here. Set the environment variable NPROC=8 before JAX computes anything."
+        )
+    return plgpu.InterpretGPUParams(detect_races=True)
 
 
 def channel_tile(channels: int) -> int:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pe_lab.attention.kernels.hopper_parts import LOG2_E, LOGITS
+from pe_lab.attention.kernels.hopper_parts import LOG2_E, LOGITS, interpreter
 from pe_lab.attention.key_block import MASKED, AttentionInputs, padded
 
 UNSEEN = -MASKED  # the logsumexp of queries that see no key, and of queries beyond the last
@@ -238,6 +238,6 @@ def run_program(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         kernel_name=f"pe_lab_attention_{program.__name__}",
-        interpret=plgpu.InterpretGPUParams(detect_races=True) if static.interpret else None,
+        interpret=interpreter() if static.interpret else None,
     )(*arrays.values())
     return dict(zip(out, found, strict=True))
