@@ -264,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"--peer-python={args.peer_python} is not a program.")
     # XLA takes a thread for each processor it may run on; the peer inherits the same set.
     os.sched_setaffinity(0, available[: args.threads])
-    if args.tiny or "kernels" in args.parts:
+    if args.tiny or args.parts == "kernels":
         os.environ.setdefault("NPROC", "8")  # threads of XLA: interpreted, each warpgroup that waits keeps one
     keep_freed_memory()
     start_processes()

@@ -125,18 +125,17 @@ def exact(what: str, case: Case, plan: Plan, backward: bool) -> Any:
         return jax.jit(both(chunked) if backward else chunked)(*given)
 
 
-def off(name: str, what: str, case: Case, plan: Plan, backward: bool) -> float:
-    """The largest error of an implementation's output, and of its gradients, in a short case."""
-    wanted, call = exact(what, case, plan, backward), call_of(name, what, case, plan)
+def off(name: str, what: str, case: Case, plan: Plan, backward: bool, wanted: Any) -> float:
+    """The largest error of an implementation's output, and of its gradients, in a short case; `wanted` is `exact`."""
+    call = call_of(name, what, case, plan)
     found = jax.jit(both(call) if backward else call)(*arguments_of(what, case))
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
     return max(error(np.asarray(x, np.float32).reshape(1, -1, 1), np.asarray(y).reshape(1, -1, 1)) for x, y in pairs)
 
 
-def torch_off(what: str, case: Case, plan: Plan, backward: bool) -> float:
+def torch_off(what: str, case: Case, plan: Plan, backward: bool, wanted: Any) -> float:
     """As `off` of torch's flex_attention, for some of the queries: their outputs, or their gradients."""
-    rows, wanted = chosen_rows(case), exact(what, case, plan, backward)
-    wanted = wanted[1] if backward else wanted
+    rows, wanted = chosen_rows(case), wanted[1] if backward else wanted
     found = plan.peer.rows(case, f"flex {what}", rows, "gradient" if backward else "out")
     return error(found, np.asarray(wanted)[:, rows])
 
@@ -151,9 +150,10 @@ def measured(what: str, case: Case, short: Case, plan: Plan, backward: bool) -> 
     names = [name for name in KERNELS if name in runs(plan.tiny)]
     names = [name for name in names if not refusals(IMPLEMENTATIONS[name].capabilities, request)]
     names += [CHANNELS] if what == "ALiBi" and case.T <= 2**16 else []
+    wanted = exact(what, short, plan, backward)
     for name in filter(plan.wants, names):
         try:
-            rows[name] = {"error": off(name, what, short, plan, backward)}
+            rows[name] = {"error": off(name, what, short, plan, backward, wanted)}
             if rows[name]["error"] > TOLERANCE[case.dtype]:
                 rows[name]["failure"] = "wrong"
                 continue
@@ -164,7 +164,7 @@ def measured(what: str, case: Case, short: Case, plan: Plan, backward: bool) -> 
             rows.setdefault(name, {})["failure"] = reason(failure)
     if plan.peer is not None and plan.wants(FLEX) and not apart:
         try:
-            rows[FLEX] = {"error": torch_off(what, short, plan, backward)}
+            rows[FLEX] = {"error": torch_off(what, short, plan, backward, wanted)}
             if rows[FLEX]["error"] > TOLERANCE[case.dtype]:
                 rows[FLEX]["failure"] = "wrong"
             else:

@@ -198,7 +198,7 @@ def test_no_compile_prints_the_numbers(capsys, tmp_path):
         "3.096e+09",
         "5.416e+19",
         "0.75 hours of 256 x TPU v5e",
-        "kept activations, remat=dots",
+        "kept activations, remat=dots_attention",
         "not compiled: --no-compile",
     ):
         assert part in text, part
@@ -207,6 +207,8 @@ def test_no_compile_prints_the_numbers(capsys, tmp_path):
     assert numbers["fits"] is None and numbers["compiled"] == {}
     assert numbers["parameters"] == {"total": 494005120, "embedding": 136134656}
     assert [p["tokens"] for p in numbers["phases"]] == [14_000 * 2**20, 2_000 * 2**20]
+    assert re.search(r"micro-batches +1 +1\n +layers +in a scan +in a scan\n", text)
+    assert [(p["accumulate"], p["remat"], p["scan"]) for p in numbers["phases"]] == [(1, "dots_attention", True)] * 2
 
 
 def test_without_libtpu_there_is_an_estimate_and_advice(capsys, monkeypatch):
@@ -222,6 +224,7 @@ def test_without_the_cuda_plugin_gpus_are_estimated(capsys, monkeypatch):
     assert command.main([f"--config={DROPE}", "--topology=gpu:8"]) == 0
     text = capsys.readouterr().out
     assert "8 x NVIDIA H100 80GB, 72 GiB each, mesh data 1 x fsdp 8" in text  # 90% of 80 GiB
+    assert re.search(r"micro-batches +2 +2\n +layers +unrolled +unrolled\n", text)  # so that no layer is computed twice
     assert "not compiled: without jax-cuda13-plugin: pip install 'pe-lab[gpu]' (Linux), no GPU needed" in text
     assert "FIT" not in text
 
