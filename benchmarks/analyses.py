@@ -20,7 +20,6 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))  # from a checkout that is not installed
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import pe_lab
@@ -45,7 +44,7 @@ def sides(lm: pe_lab.LanguageModel, ids: np.ndarray) -> dict[str, Callable[[], A
 
     @jax.jit
     def largest(params: Any, x: jax.Array) -> jax.Array:
-        return jnp.einsum("btd,vd->btv", x, model.unembedding(params).astype(x.dtype)).max(-1)
+        return model.logits(params, x).max(-1)
 
     def with_logits() -> None:
         x = hidden(params, ids)

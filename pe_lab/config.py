@@ -45,17 +45,27 @@ class ModelConfig:
     heads: int = number(12, 1, 2**14)
     kv_heads: int = number(12, 1, 2**14)
     head_dim: int = number(0, 0, 2**14)  # 0: d_model / heads
-    qk_norm: str = "none"  # RMSNorm before rotation: none | head | flat | query_head | query_flat
+    qk_norm: str = "none"  # before rotation: none | head | flat | query_head | query_flat | layer_heads
     attention_bias: bool = False  # bias on the query, key and value projections (Qwen2)
     output_bias: bool = False  # bias on the output projection of the attention
     mlp_bias: bool = False  # bias on every projection of the feed-forward
-    norm: str = "rms"  # of the residual stream: rms | rms_plus_one (scaled by 1 + w, Gemma) | layer
-    activation: str = "silu"  # silu | gelu_tanh | gelu (the exact one) | relu2
+    norm: str = "rms"  # rms | rms_plus_one (scaled by 1 + w, Gemma) | layer | layer_no_bias
+    # Norms before each branch, after it (OLMo 2), or both (Gemma 2); or parallel branches, with two norms or with one.
+    block: str = "pre_norm"  # pre_norm | post_norm | pre_post_norm | parallel (GPT-NeoX) | parallel_one_norm (GPT-J)
+    activation: str = "silu"  # silu | gelu_tanh | gelu (the exact one) | relu | relu2
     gated_mlp: bool = True  # down(activation(gate x) * up x), or else down(activation(up x))
     feed_forward: str = field(default="", metadata=OMIT_DEFAULT)  # a registered module in the place of the MLP
-    parallel_block: bool = False  # x + attention(norm x) + mlp(norm x), or else sequential
+    # 0 here: 1 / sqrt(head_dim), no bound, no cap.
+    attention_scale: float = number(0.0, 0, 10**6)  # factor on the products of queries and keys
+    attention_soft_cap: float = number(0.0, 0, 10**6)  # c: logits of attention x become c tanh(x / c) (Gemma 2)
+    qkv_clip: float = number(0.0, 0, 10**6)  # the largest magnitude of queries, keys and values (MPT)
+    residual_multiplier: float = number(1.0, 0, 10**6)  # of each branch, as it is added (Granite)
     tie_embeddings: bool = True
-    scale_embeddings: bool = False  # the input embedding times sqrt(d_model) (Gemma)
+    embedding_multiplier: float = number(1.0, 0, 10**6)  # of the input embedding: sqrt(d_model) in Gemma
+    embedding_norm: bool = False  # a norm of the input embedding (BLOOM)
+    unembedding_bias: bool = False  # a bias on the logits (GPT-J)
+    logit_multiplier: float = number(1.0, 0, 10**6)  # of the model's logits (Cohere, Granite)
+    logit_soft_cap: float = number(0.0, 0, 10**6)  # the same on the model's logits
     norm_epsilon: float = number(1e-6, 0, 1)
     init_std: float = number(0.02, 0, 1000)
     scaled_residual_init: bool = True  # output projections start at init_std / sqrt(2 layers) (GPT-2), else at init_std

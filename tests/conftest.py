@@ -55,12 +55,14 @@ import type_checks  # noqa: E402
 type_checks.install(["pe_lab"])
 
 from pe_lab.attention.key_block import AttentionInputs  # noqa: E402
+from pe_lab.attention.layer_encoding import LayerEncoding  # noqa: E402
 from pe_lab.model.cache import Cache  # noqa: E402
+from pe_lab.model.loss import Head  # noqa: E402
 from pe_lab.positional import Schedule  # noqa: E402
 
 # JAX rebuilds a pytree around whatever it carries (shardings, shapes, flags): its fields are arrays where a function
 # takes them, not at every construction.
-for pytree in (AttentionInputs, Cache, Schedule):
+for pytree in (AttentionInputs, Cache, Head, LayerEncoding, Schedule):
     pytree.__init__ = pytree.__init__.__wrapped__
 
 

@@ -51,7 +51,7 @@ def test_hidden_states_are_the_inputs_of_layers(lm):
     encoding = model.layer_encoding(arrays, lm.schedule.structure[n], jnp.arange(T)[None])
     block = model.block(jax.tree.map(lambda a: a[n], params["layers"]))
     x, _, _ = block(jnp.asarray(hidden[n]), encoding, None, None, None, False)
-    logits = model.final_norm(params, x) @ model.unembedding(params).T
+    logits = model.logits(params, model.output(params, x))
     np.testing.assert_allclose(logits, lm.logits(TOKENS), atol=2e-4)
     np.testing.assert_array_equal(lm.hidden_states(TOKENS, layers=[3, 1]), hidden[[1, 3]])
 

@@ -6,6 +6,7 @@ p-RoPE (Barbero et al. 2024), Figures 5, 7a and 9; DroPE, Figures 7 and 8; DoPE,
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -201,7 +202,7 @@ class _HeadsOfLayer:
         def rows_of(b: int) -> jax.Array:
             # What all sequences share has a first axis of 1.
             query, key, rotation, own = jax.tree.map(lambda x: x[b : b + 1] if len(x) == B else x, batch)
-            encoding = view.encoding._replace(**rotation)
+            encoding = dataclasses.replace(view.encoding, **rotation)
             return attention_rows(query, key, encoding, rows=at[b], window=view.window, **own)
 
         # Each sequence has queries of its own; a batch has one sequence for each device.

@@ -123,7 +123,7 @@ def first_difference(one: Sequence[Layer], other: Sequence[Layer]) -> int:
 def _losses(
     model: Model, params: Params, x: Float[jax.Array, "B T D"], targets: Int[jax.Array, "B T"]
 ) -> Float32[jax.Array, "B T"]:
-    return cross_entropy(model.final_norm(params, x), model.unembedding(params), targets)
+    return cross_entropy(model.output(params, x), model.head(params), targets)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -134,9 +134,7 @@ def _scores(
     at: Int[jax.Array, "B Q"],
     answers: Int[jax.Array, "B Q"],
 ) -> tuple[Float32[jax.Array, "B Q"], Bool[jax.Array, "B Q"]]:
-    x = model.final_norm(params, jnp.take_along_axis(x, at[..., None], axis=1))
-    weights = model.unembedding(params).astype(x.dtype)
-    logits = jnp.einsum("bqd,vd->bqv", x, weights, preferred_element_type=jnp.float32)
+    logits = model.logits(params, model.output(params, jnp.take_along_axis(x, at[..., None], axis=1)))
     log_probs = jax.nn.log_softmax(logits)
     return jnp.take_along_axis(log_probs, answers[..., None], axis=-1)[..., 0], jnp.argmax(logits, -1) == answers
 

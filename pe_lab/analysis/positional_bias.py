@@ -110,7 +110,7 @@ class _BiasOfLayer:
 
         def encode(weights: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
             block = self.model.block({**view.params, "attention": {**attention, **weights}})
-            query, key, _ = block.attention.queries_keys_values(block.attention_norm(x))
+            query, key, _ = block.attention.queries_keys_values(block.attention_input(x))
             query = encode_queries(query, encoding, G) * encoding.scale(query.shape[-1])
             key = encode_keys(key, encoding, H)
             return query, jnp.repeat(key, H // key.shape[2], axis=2)
@@ -164,6 +164,7 @@ def _biases(
         query_segments=view.segments,
         key_segments=view.segments,
         window=view.window,
+        soft_cap=encoding.soft_cap,
     )
     keys = key.transpose(0, 2, 1, 3)
     blocks = jnp.moveaxis(padded(query.transpose(0, 2, 1, 3), 2, t).reshape(B, H, 1, -1, t, K), 3, 0)

@@ -35,7 +35,6 @@ def attention(
     positions: Int[Array, "#B T"] | None = None,
     segments: Int[Array, "B T"] | None = None,
     window: int | None = None,
-    soft_cap: float | None = None,
     implementation: str = "auto",
     chunk: int = 512,
     backward: bool = True,
@@ -51,7 +50,6 @@ def attention(
       positions: token positions, for ALiBi's distances and for hooks; None: the indices, from 0 on.
       segments: document of each token; a query sees only keys of its own document.
       window: a query sees the last `window` tokens, itself included; None sees all.
-      soft_cap: the products x of queries and keys become soft_cap tanh(x / soft_cap) (Gemma 2).
       implementation: a name of `IMPLEMENTATIONS`, or auto: the fastest that serves the layer.
       chunk: query and key block of the chunked implementation, in tokens; at most CPU_BLOCK on a CPU.
       backward: a gradient will be taken; False admits kernels without one.
@@ -84,7 +82,7 @@ def attention(
         segments=segments is not None,
         sequences=B,
         positions=positions is not None,
-        soft_cap=soft_cap is not None,
+        soft_cap=encoding.soft_cap is not None,
         backward=backward,
     )
     chosen = IMPLEMENTATIONS[choose(implementation, request, chunk)]
@@ -106,7 +104,7 @@ def attention(
         logit_functions=functions,
         sink=sink(hooks, H),
         window=window,
-        soft_cap=soft_cap,
+        soft_cap=encoding.soft_cap,
         # Smaller blocks of logits stay in a CPU's caches: training takes three fifths of the time of blocks of 512.
         chunk=min(chunk, CPU_BLOCK) if request.platform == "cpu" else chunk,
     )

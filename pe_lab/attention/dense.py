@@ -16,6 +16,7 @@ from pe_lab.attention.key_block import (
     PartialAttention,
     Queries,
     Values,
+    capped,
     heads_of_groups,
     visible,
     with_sink,
@@ -41,27 +42,28 @@ def dense_attention(query: Queries, key: Keys, value: Values, inputs: AttentionI
     if added is not None:
         bias = bias + heads_of_groups(added, G)
     learned = inputs.distance_bias is not None or inputs.key_bias is not None or inputs.bias is not None
-    out, logsumexp = _attend(q, k, v, bias, learned)
+    out, logsumexp = _attend(q, k, v, bias, learned, inputs.soft_cap)
     part = PartialAttention(out.reshape(B, H, T, -1), logsumexp.reshape(B, H, T))
     return with_sink(part, inputs.sink, query.dtype).transpose(0, 2, 1, 3)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _attend(
     q: Float[Array, "B G MT K"],
     k: Float[Array, "B G S K"],
     v: Float[Array, "B G S V"],
     bias: Float[Array, "#B #G #M T S"],
     learned: bool,
+    soft_cap: float | None,
 ) -> tuple[Float[Array, "B G MT V"], Float[Array, "B G MT"]]:
     """The output and the logsumexp; `learned`: the bias has a gradient."""
-    return _forward_rule(q, k, v, bias, learned)[0]
+    return _forward_rule(q, k, v, bias, learned, soft_cap)[0]
 
 
-def _forward_rule(q, k, v, bias, learned):  # noqa: ANN001, ANN202
+def _forward_rule(q, k, v, bias, learned, soft_cap):  # noqa: ANN001, ANN202
     B, G, MT, _ = q.shape
     T, S = bias.shape[-2:]
-    logits = jnp.einsum("bgtk,bgsk->bgts", q, k, preferred_element_type=jnp.float32)
+    logits = capped(jnp.einsum("bgtk,bgsk->bgts", q, k, preferred_element_type=jnp.float32), soft_cap)
     logits = (logits.reshape(B, G, MT // T, T, S) + bias).reshape(B, G, MT, S)
     highest = logits.max(-1, keepdims=True)
     weights = jnp.exp(logits - highest)
@@ -71,7 +73,7 @@ def _forward_rule(q, k, v, bias, learned):  # noqa: ANN001, ANN202
     return (out, (highest + jnp.log(total))[..., 0]), (q, k, v, bias, weights, total, out)
 
 
-def _backward_rule(learned, saved, d):  # noqa: ANN001, ANN202
+def _backward_rule(learned, soft_cap, saved, d):  # noqa: ANN001, ANN202
     q, k, v, bias, weights, total, out = saved
     # With p = weights / total: d_v = p^T d_out and d_logits = p (d_out v^T - sum_k d_out out + d_logsumexp). d_out is
     # divided by total, because it is the smaller array.
@@ -81,6 +83,9 @@ def _backward_rule(learned, saved, d):  # noqa: ANN001, ANN202
     d_weights = jnp.einsum("bgtk,bgsk->bgts", d_out, v, preferred_element_type=jnp.float32)
     d_logits = weights * (d_weights - inner)
     d_bias = _summed(d_logits, bias.shape) if learned else jnp.zeros_like(bias)
+    if soft_cap is not None:
+        product = jnp.einsum("bgtk,bgsk->bgts", q, k, preferred_element_type=jnp.float32)
+        d_logits = d_logits * (1 - jnp.tanh(product / soft_cap) ** 2)
     d_logits = d_logits.astype(q.dtype)
     d_q = jnp.einsum("bgts,bgsk->bgtk", d_logits, k, preferred_element_type=jnp.float32)
     d_k = _transposed_product(d_logits, q)

@@ -71,7 +71,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "dense": Implementation(
         "all logits at once, with a hand-written gradient",
         dense_attention,
-        Capabilities(EVERYTHING - {"logit functions", "soft cap"}),
+        Capabilities(EVERYTHING - {"logit functions"}),
     ),
     "chunked": Implementation(
         "blocks of logits, memory linear in the length",

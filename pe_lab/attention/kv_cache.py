@@ -19,6 +19,7 @@ from pe_lab.attention.key_block import (
     LogitFunctions,
     OnlineSoftmax,
     PartialAttention,
+    capped,
     heads_of_groups,
     scaled,
     with_sink,
@@ -100,7 +101,8 @@ def cached_attention(
     def masked(
         logits: jax.Array, at: jax.Array, of_keys: jax.Array | None, distance: jax.Array, seen: jax.Array
     ) -> jax.Array:
-        """Logits with everything that is added to those of keys at these positions; MASKED where not `seen`."""
+        """Logits from products with keys at these positions, and everything that is added; MASKED where not `seen`."""
+        logits = capped(logits, encoding.soft_cap)
         if function is not None:
             logits += heads_of_groups(function.block(positions, at, H), G)
         if of_keys is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -14,17 +14,23 @@ from pe_lab.errors import ConfigError
 from pe_lab.positional import rotate
 
 
-class LayerEncoding(NamedTuple):
-    """One layer's part of the schedule. None = absent from the compiled program.
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LayerEncoding:
+    """What a layer makes of the products of queries and keys: its part of the schedule, and the model's soft cap.
+
+    A pytree: `soft_cap` is static. None = absent from the compiled program.
 
     Attributes:
       cos, sin: [B or 1, T, 1 or G or H, R] float32, gain included (see `positional.rotation_tables`). With H rotations,
         keys are rotated once per query head; with G, the queries of a group use that of their key head.
       slope: [H] ALiBi's penalty per token.
-      logit_scale: scalar factor on the logits.
+      logit_scale: scalar factor on the logits, beside 1 / sqrt(K).
       hooks: of encodings that are more than rotations and slopes.
       rotation: the frequencies and gains of cos and sin, for kernels that rotate keys inside; None where positions are
         not indices.
+      soft_cap: the scaled products x of queries and keys become soft_cap tanh(x / soft_cap), before anything is added
+        (Gemma 2).
     """
 
     cos: Float[Array, "B T rotations R"] | None = None
@@ -33,6 +39,7 @@ class LayerEncoding(NamedTuple):
     logit_scale: Float[Array, ""] | None = None
     hooks: Hooks = Hooks()
     rotation: KeyRotation | None = None
+    soft_cap: float | None = field(default=None, metadata={"static": True})
 
     def scale(self, head_dim: int) -> Float[Array, ""]:
         """The factor on the product of a query and a key: 1 / sqrt(K) times the logit scale."""

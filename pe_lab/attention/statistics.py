@@ -183,6 +183,7 @@ def _encoded(
         key_bias=key_bias(hooks, inputs_of_hooks, H),
         bias=bias,
         window=window,
+        soft_cap=encoding.soft_cap,
     )
     query = query.reshape(B, T, G, H // G, -1).transpose(0, 2, 3, 1, 4)
     return _EncodedAttention(query, key.transpose(0, 2, 1, 3), index, _first_of_segment(index, segments), inputs)

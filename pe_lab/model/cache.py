@@ -311,6 +311,7 @@ def forward_chunk(
             distance_bias=distance_bias(hooks, layout.capacity, config.heads) if by_kernel else None,
             rotation=None if cached.rotated else encoding.rotation,
             window=structure.window,
+            soft_cap=encoding.soft_cap,
         )
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, normed: jax.Array) -> tuple[jax.Array, Slots]:

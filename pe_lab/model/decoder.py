@@ -25,7 +25,7 @@ from pe_lab.model.learned import (
     learned_of_repetition,
     split_layers,
 )
-from pe_lab.model.loss import cross_entropy, weighted_cross_entropy
+from pe_lab.model.loss import Head, cross_entropy, weighted_cross_entropy
 from pe_lab.model.modules import Auxiliary, Block, Embedder
 from pe_lab.model.shape import REMAT_POLICIES, Repetition, complete, repetitions
 from pe_lab.parallel import balanced_order, constrain, context_size, current_mesh, padded_length
@@ -119,7 +119,7 @@ class Model:
     def hidden(
         self, params: Params, tokens: Tokens, positions: Positions | None, segments: Tokens | None, schedule: Schedule
     ) -> Float[Array, "B T D"]:
-        """The output of the final norm, in the compute dtype.
+        """The input of the head (`output` of the last layer), in the compute dtype.
 
         Args:
           params: as `init` makes them.
@@ -189,7 +189,7 @@ class Model:
             {name: one.sum() for name, one in of_layers.losses.items()} | self.penalties(params),
             {name: one.mean() for name, one in of_layers.metrics.items()},
         )
-        return ForwardPass(self.final_norm(params, x), places, auxiliary, streams)
+        return ForwardPass(self.output(params, x), places, auxiliary, streams)
 
     def penalties(self, params: Params) -> dict[str, Float[Array, ""]]:
         """The penalties of encodings on their parameters by name, summed over layers; nats per token."""
@@ -200,9 +200,9 @@ class Model:
                 found[f"{name}.penalty"] = jax.vmap(functools.partial(call, encoding, "penalty"))(of_layers).sum()
         return found
 
-    def final_norm(self, params: Params, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-        """The input of the unembedding, from the output of the last layer."""
-        return nnx.merge(self._embedder, params["token_embedder"]).final_norm(x)
+    def output(self, params: Params, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+        """The input of the head, from the output of the last layer: the final norm, times the logit multiplier."""
+        return nnx.merge(self._embedder, params["token_embedder"]).output(x)
 
     def embed(self, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """The input of the first layer, in the compute dtype."""
@@ -233,8 +233,10 @@ class Model:
             rotation = self._rotation(fixed_freq, gain, structure)
             cos, sin = rotation_tables(*rotation, positions) if tables is None else tables
         slope = slope if structure.slopes else None
+        if self.config.attention_scale:
+            logit_scale = logit_scale * (self.config.attention_scale * self.config.head_dim**0.5)
         hooks = Hooks(tuple((learned or {}).get(one.parameters, {}) for one in structure.hooks), structure.hooks)
-        return LayerEncoding(cos, sin, slope, logit_scale, hooks, rotation)
+        return LayerEncoding(cos, sin, slope, logit_scale, hooks, rotation, self.config.attention_soft_cap or None)
 
     def shared_tables(self, schedule: Schedule, positions: Int[Array, "#B T"]) -> tuple[jax.Array, jax.Array] | None:
         """cos and sin [B or 1, T, rotations, R] of all layers that rotate; None if they may have several rotations."""
@@ -264,8 +266,8 @@ class Model:
         heads = config.heads, config.kv_heads, max(config.head_dim, channels)
         backward = self.backward and not partial  # only KV caches request `partial`
         return layer_request(
-            structure, heads, config.dtype, length,
-            segments=segments, sequences=sequences, backward=backward, partial=partial,
+            structure, heads, config.dtype, length, segments=segments, sequences=sequences,
+            soft_cap=config.attention_soft_cap > 0, backward=backward, partial=partial,
         )  # fmt: skip
 
     def attention_by_layer(
@@ -287,13 +289,12 @@ class Model:
         return self.logits(params, self.hidden(params, tokens, positions, segments, schedule))
 
     def logits(self, params: Params, hidden: Float[Array, "*tokens D"]) -> Float[Array, "*tokens V"]:
-        """Float32 logits from the output of the final norm."""
-        weights = self.unembedding(params).astype(hidden.dtype)
-        return jnp.einsum("...d,vd->...v", hidden, weights, preferred_element_type=jnp.float32)
+        """Float32 logits from `output`."""
+        return self.head(params).logits(hidden)
 
-    def unembedding(self, params: Params) -> Float[Array, "V D"]:
-        """The output embedding, which is the input embedding if they are tied."""
-        return nnx.merge(self._embedder, params["token_embedder"]).output_embedding()
+    def head(self, params: Params) -> Head:
+        """What makes logits of `output`; its embedding is the input embedding if they are tied."""
+        return nnx.merge(self._embedder, params["token_embedder"]).head()
 
     def token_loss(
         self, params: Params, batch: Mapping[str, jax.Array], schedule: Schedule, chunks: int | None = None
@@ -304,7 +305,7 @@ class Model:
         """
         x, places, _, _ = self.forward(params, batch["tokens"], batch.get("positions"), batch.get("segments"), schedule)
         targets = in_order(batch["targets"], x.shape[1], places)
-        loss = cross_entropy(x, self.unembedding(params), targets, chunks)
+        loss = cross_entropy(x, self.head(params), targets, chunks)
         return loss if places is None else loss[:, places]
 
     def loss_sum(self, params: Params, batch: Mapping[str, jax.Array], schedule: Schedule) -> Float[Array, ""]:
@@ -322,7 +323,7 @@ class Model:
             params, batch["tokens"], batch.get("positions"), batch.get("segments"), schedule
         )
         targets, weights = (in_order(batch[name], x.shape[1], places) for name in ("targets", "weights"))
-        loss = weighted_cross_entropy(x, self.unembedding(params), targets, weights, self.config.loss_chunks)
+        loss = weighted_cross_entropy(x, self.head(params), targets, weights, self.config.loss_chunks)
         return with_auxiliary(loss, auxiliary, batch["weights"])
 
 
@@ -330,7 +331,7 @@ class ForwardPass(NamedTuple):
     """The result of `Model.forward`.
 
     Attributes:
-      hidden: of the final norm, in the order of a mesh with a context axis.
+      hidden: the input of the head, in the order of a mesh with a context axis.
       places: of each token in that order; None: tokens are in order.
       auxiliary: losses summed over layers, and metrics averaged over them.
       layers: outputs of the layers [N, B, places, D] and of their attention [N, B, places, H, K], where collected.

@@ -69,13 +69,13 @@ class DistilledLoss:
         its, its_streams = jax.lax.stop_gradient((taught.hidden, taught.layers))
         x, places, auxiliary, streams = self.model.forward(params, *given, inputs.schedule, self.streams)
         targets, weights = (in_order(batch[name], x.shape[1], places) for name in ("targets", "weights"))
-        unembedding = jax.lax.stop_gradient(self.teacher.unembedding(inputs.teacher_params))
+        its_head = jax.lax.stop_gradient(self.teacher.head(inputs.teacher_params))
         loss = distillation_loss(
             x,
-            self.model.unembedding(params),
+            self.model.head(params),
             targets,
             weights,
-            Teacher(its, unembedding),
+            Teacher(its, its_head),
             how.cross_entropy,
             how.logits,
             self.model.config.loss_chunks,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import jax
@@ -16,6 +17,36 @@ from pe_lab.errors import ConfigError
 from pe_lab.parallel import constrain, current_mesh, sharding_axes
 
 LOGITS = 2**26  # the most logits of a device at once: 256 MB in float32
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Head:
+    """What makes logits of hidden states x: `soft_cap` tanh((x @ embedding.T + bias) / `soft_cap`).
+
+    Attributes:
+      embedding: the output embedding.
+      bias: on the logits; None: none.
+      soft_cap: 0: no cap (Gemma 2 has one). Static.
+    """
+
+    embedding: Float[Array, "V D"]
+    bias: Float[Array, " V"] | None = None
+    soft_cap: float = field(default=0.0, metadata={"static": True})
+
+    def logits(self, x: Float[Array, "*tokens D"]) -> Float[Array, "*tokens V"]:
+        """Float32 logits."""
+        z = jnp.einsum("...d,vd->...v", x, self.embedding.astype(x.dtype), preferred_element_type=jnp.float32)
+        z = z if self.bias is None else z + self.bias
+        return self.soft_cap * jnp.tanh(z / self.soft_cap) if self.soft_cap else z
+
+    def parts(self, chunks: int) -> Head:
+        """Heads of equal parts of the vocabulary, stacked; part c has the tokens c, c + chunks, c + 2 chunks ..."""
+        return jax.tree.map(lambda a: jnp.moveaxis(a.reshape(-1, chunks, *a.shape[1:]), 1, 0), self)
+
+    def before_cap(self, logits: Float[Array, "*tokens V"], d: Float[Array, "*tokens V"]) -> Float[Array, "*tokens V"]:
+        """The gradient of the logits before the cap, from d, that of the capped logits."""
+        return d * (1 - (logits / self.soft_cap) ** 2) if self.soft_cap else d
 
 
 def vocabulary_chunks(tokens: int, vocabulary: int) -> int:
@@ -44,29 +75,25 @@ def tokens_per_device(tokens: int, axes: tuple[str, ...] = ("batch", "length")) 
 
 
 def cross_entropy(
-    hidden: Float[Array, "B T D"],
-    unembedding: Float[Array, "V D"],
-    targets: Int[Array, "B T"],
-    chunks: int | None = None,
+    hidden: Float[Array, "B T D"], head: Head, targets: Int[Array, "B T"], chunks: int | None = None
 ) -> Float[Array, "B T"]:
-    """-log softmax(hidden @ unembedding.T)[target], in nats per token; float32.
+    """-log softmax(logits of hidden)[target], in nats per token; float32.
 
     A loop over `chunks` parts of the vocabulary (None: `vocabulary_chunks`) computes a running logsumexp; its gradient
     computes the logits again. Chunk c has the tokens c, c + chunks, c + 2 chunks ..., so that an unembedding sharded
     over the vocabulary is not moved. To train, `weighted_cross_entropy` needs a product less.
     """
-    V = unembedding.shape[0]
+    V = head.embedding.shape[0]
     if chunks is None:
         chunks = vocabulary_chunks(tokens_per_device(targets.size), V)
     if chunks < 1 or V % chunks:
         raise ConfigError(f"{chunks} chunks of the logits do not divide a vocabulary of {V}.")
 
     @jax.checkpoint
-    def step(carry: tuple[jax.Array, ...], chunk: tuple[jax.Array, jax.Array]) -> tuple[tuple[jax.Array, ...], None]:
+    def step(carry: tuple[jax.Array, ...], chunk: tuple[jax.Array, Head]) -> tuple[tuple[jax.Array, ...], None]:
         highest, total, at_target = carry
-        index, weights = chunk
-        logits = jnp.einsum("btd,vd->btv", hidden, weights.astype(hidden.dtype), preferred_element_type=jnp.float32)
-        logits = constrain(logits, "batch", "length", "vocab")
+        index, part = chunk
+        logits = constrain(part.logits(hidden), "batch", "length", "vocab")
         new_highest = jax.lax.stop_gradient(jnp.maximum(highest, logits.max(-1)))
         total = total * jnp.exp(highest - new_highest) + jnp.exp(logits - new_highest[..., None]).sum(-1)
         # A comparison, because a gather from a sharded vocabulary would first collect the logits.
@@ -75,9 +102,9 @@ def cross_entropy(
         return (new_highest, total, at_target), None
 
     start = (jnp.full(targets.shape, -jnp.inf), jnp.zeros(targets.shape), jnp.zeros(targets.shape))
-    parts = jnp.moveaxis(unembedding.reshape(-1, chunks, unembedding.shape[-1]), 1, 0)
+    parts = head.parts(chunks)
     if chunks == 1:
-        (highest, total, at_target), _ = step(start, (0, parts[0]))
+        (highest, total, at_target), _ = step(start, (0, jax.tree.map(lambda a: a[0], parts)))
     else:
         (highest, total, at_target), _ = jax.lax.scan(step, start, (jnp.arange(chunks), parts))
     return highest + jnp.log(total) - at_target
@@ -97,7 +124,7 @@ class _Axes(NamedTuple):
 
 def weighted_cross_entropy(
     hidden: Float[Array, "B T D"],
-    unembedding: Float[Array, "V D"],
+    head: Head,
     targets: Int[Array, "B T"],
     weights: Float[Array, "B T"],
     chunks: int = 1,
@@ -109,27 +136,27 @@ def weighted_cross_entropy(
     in float32, and reduces the sum once, in the dtype of `hidden`, as the gradients of the layers are.
 
     Args:
-      hidden: output of the final norm, in the compute dtype.
-      unembedding: float32.
+      hidden: the input of the head, in the compute dtype.
+      head: of float32 arrays.
       weights: of the tokens; they are data, and have no gradient.
       chunks: parts of a device's tokens. More chunks need less memory, and add the gradient more often.
     """
     if chunks < 1:
         raise ConfigError(f"model.loss_chunks is {chunks}; it must be positive.")
     with jax.named_scope("loss"):
-        return _weighted(hidden, unembedding, targets, weights, None, (chunks, 1.0, 0.0))
+        return _weighted(hidden, head, targets, weights, None, (chunks, 1.0, 0.0))
 
 
 class Teacher(NamedTuple):
-    """The output of a teacher's final norm, and its output embedding; neither has a gradient."""
+    """The input of a teacher's head, and the head; neither has a gradient."""
 
     hidden: Float[Array, "B T Dt"]
-    unembedding: Float[Array, "V Dt"]
+    head: Head
 
 
 def distillation_loss(
     hidden: Float[Array, "B T D"],
-    unembedding: Float[Array, "V D"],
+    head: Head,
     targets: Int[Array, "B T"],
     weights: Float[Array, "B T"],
     teacher: Teacher,
@@ -144,53 +171,60 @@ def distillation_loss(
     either model are kept.
     """
     with jax.named_scope("loss"):
-        return _weighted(hidden, unembedding, targets, weights, teacher, (chunks, cross_entropy, logits))
+        return _weighted(hidden, head, targets, weights, teacher, (chunks, cross_entropy, logits))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _weighted(hidden, unembedding, targets, weights, teacher, how):  # noqa: ANN001, ANN202
-    return _on_mesh(hidden, unembedding, targets, weights, teacher, how, gradient=False)
+def _weighted(hidden, head, targets, weights, teacher, how):  # noqa: ANN001, ANN202
+    return _on_mesh(hidden, head, targets, weights, teacher, how, gradient=False)
 
 
-def _forward_rule(hidden, unembedding, targets, weights, teacher, how):  # noqa: ANN001, ANN202
-    loss, d_hidden, d_unembedding = _on_mesh(hidden, unembedding, targets, weights, teacher, how, gradient=True)
-    return loss, (d_hidden, d_unembedding, jax.tree.map(jnp.zeros_like, teacher))
+def _forward_rule(hidden, head, targets, weights, teacher, how):  # noqa: ANN001, ANN202
+    loss, d_hidden, d_head = _on_mesh(hidden, head, targets, weights, teacher, how, gradient=True)
+    return loss, (d_hidden, d_head, jax.tree.map(jnp.zeros_like, teacher))
 
 
 def _backward_rule(how, saved, d_loss):  # noqa: ANN001, ANN202
-    d_hidden, d_unembedding, no_teacher = saved
+    d_hidden, d_head, no_teacher = saved
     nothing = np.zeros(d_hidden.shape[:2], jax.dtypes.float0)
     no_weights = jnp.zeros(d_hidden.shape[:2], jnp.float32)
-    return d_hidden * d_loss.astype(d_hidden.dtype), d_unembedding * d_loss, nothing, no_weights, no_teacher
+    d_head = jax.tree.map(lambda d: d * d_loss, d_head)
+    return d_hidden * d_loss.astype(d_hidden.dtype), d_head, nothing, no_weights, no_teacher
 
 
 _weighted.defvjp(_forward_rule, _backward_rule)
 
 
-def _on_mesh(hidden, unembedding, targets, weights, teacher, how, gradient):  # noqa: ANN001, ANN202
+def _on_mesh(hidden, head, targets, weights, teacher, how, gradient):  # noqa: ANN001, ANN202
     current = current_mesh()
     if current is None or current[0].size == 1:
-        return _local(hidden, unembedding, targets, weights, teacher, _Axes(), how, gradient)
+        return _local(hidden, head, targets, weights, teacher, _Axes(), how, gradient)
     mesh, rules = current
     tokens = rules.spec(("batch", "length", None), hidden.shape, mesh, "hidden states")
-    table = rules.spec(("vocab", "embed"), unembedding.shape, mesh, "unembedding")
+    table = rules.spec(("vocab", "embed"), head.embedding.shape, mesh, "unembedding")
+
+    def specs(one: Head) -> Head:
+        return replace(one, embedding=table, bias=None if one.bias is None else PartitionSpec(*table[:1]))
 
     axes = _Axes(*(sharding_axes(mesh, *parts) for parts in (tokens[:2], table[1:], table[:1])))
     by_token = PartitionSpec(*tokens[:2])
     return jax.shard_map(
         functools.partial(_local, axes=axes, how=how, gradient=gradient),
         mesh=mesh,
-        in_specs=(tokens, table, by_token, by_token, None if teacher is None else Teacher(tokens, table)),
-        out_specs=(PartitionSpec(), tokens, table) if gradient else PartitionSpec(),
+        in_specs=(
+            tokens, specs(head), by_token, by_token, None if teacher is None else Teacher(tokens, specs(teacher.head))
+        ),
+        out_specs=(PartitionSpec(), tokens, specs(head)) if gradient else PartitionSpec(),
         check_vma=False,
-    )(hidden, unembedding, targets, weights, teacher)
+    )(hidden, head, targets, weights, teacher)  # fmt: skip
 
 
-def _local(hidden, unembedding, targets, weights, teacher, axes, how, gradient):  # noqa: ANN001, ANN202
-    """Loss, and with `gradient` the gradients of hidden states and unembedding, on one device's part of the mesh."""
+def _local(hidden, head, targets, weights, teacher, axes, how, gradient):  # noqa: ANN001, ANN202
+    """Loss, and with `gradient` the gradients of hidden states and head, on one device's part of the mesh."""
     chunks, of_targets, of_teacher = how
-    table = _gathered(unembedding, hidden.dtype, axes)
-    teacher_table = None if teacher is None else _gathered(teacher.unembedding, teacher.hidden.dtype, axes)
+    own = _gathered(head, hidden.dtype, axes)
+    teacher_head = None if teacher is None else _gathered(teacher.head, teacher.hidden.dtype, axes)
+    table = own.embedding
     (V, D), count = table.shape, targets.size
     first = jax.lax.axis_index(axes.vocab) * V if axes.vocab else 0
     size = -(-count // chunks)
@@ -201,37 +235,40 @@ def _local(hidden, unembedding, targets, weights, teacher, axes, how, gradient):
         return jnp.pad(x, padding).reshape(chunks, size, *x.shape[1:])
 
     def step(carry, chunk):  # noqa: ANN001, ANN202
-        loss, d_table = carry
+        loss, d_table, d_bias = carry
         x, target, weight, x_teacher = chunk
         hit = _is_target(target - first, V)
-        logits, logsumexp, at_target = _logits(x, table, hit, axes)
+        logits, logsumexp, at_target = _logits(x, own, hit, axes)
         if teacher is None:
             of_token = logsumexp - at_target
         else:
-            known, known_sum, _ = _logits(x_teacher, teacher_table, hit, axes)
+            known, known_sum, _ = _logits(x_teacher, teacher_head, hit, axes)
             likely = jnp.exp(known - known_sum[:, None])
             divergence = _over(jax.lax.psum, (likely * (known - logits)).sum(-1), axes.vocab) + logsumexp - known_sum
             of_token = of_targets * (logsumexp - at_target) + of_teacher * divergence
         loss += (of_token * weight).sum()
         if not gradient:
-            return (loss, d_table), None
+            return (loss, d_table, d_bias), None
         d_logits = jnp.exp(logits - logsumexp[:, None])
         if teacher is None:
             d_logits = d_logits - hit
         else:
             d_logits = of_targets * (d_logits - hit) + of_teacher * (d_logits - likely)
-        d_logits = (d_logits * weight[:, None]).astype(x.dtype)
+        d_logits = own.before_cap(logits, d_logits * weight[:, None])
+        d_bias = None if d_bias is None else d_bias + d_logits.sum(0)
+        d_logits = d_logits.astype(x.dtype)
         d_x = jnp.einsum("nv,vd->nd", d_logits, table, preferred_element_type=jnp.float32).astype(x.dtype)
         # [D, V], the transpose of the result: XLA on a CPU would else transpose d_logits, the largest array.
         d_table += jnp.einsum("nd,nv->dv", x, d_logits, preferred_element_type=jnp.float32)
-        return (loss, d_table), _over(jax.lax.psum, d_x, axes.vocab)
+        return (loss, d_table, d_bias), _over(jax.lax.psum, d_x, axes.vocab)
 
-    start = jnp.zeros(()), jnp.zeros((D, V) if gradient else ())
+    with_bias = gradient and head.bias is not None
+    start = jnp.zeros(()), jnp.zeros((D, V) if gradient else ()), jnp.zeros(V) if with_bias else None
     parts = split(hidden), split(targets), split(weights), None if teacher is None else split(teacher.hidden)
     if chunks == 1:
-        (loss, d_table), d_hidden = step(start, jax.tree.map(lambda x: x[0], parts))
+        (loss, d_table, d_bias), d_hidden = step(start, jax.tree.map(lambda x: x[0], parts))
     else:
-        (loss, d_table), d_hidden = jax.lax.scan(step, start, parts)
+        (loss, d_table, d_bias), d_hidden = jax.lax.scan(step, start, parts)
     loss = _over(jax.lax.psum, loss, axes.tokens)
     if not gradient:
         return loss
@@ -239,23 +276,25 @@ def _local(hidden, unembedding, targets, weights, teacher, axes, how, gradient):
     d_table = jax.lax.optimization_barrier(d_table).astype(hidden.dtype)
     if axes.embed:
         # As one part of D for each device: slices within a dimension that is stored in tiles would be all-reduced.
-        d_table = d_table.reshape(-1, unembedding.shape[1], V)
+        d_table = d_table.reshape(-1, head.embedding.shape[1], V)
         d_table = jax.lax.psum_scatter(d_table, axes.embed, scatter_dimension=0)
     d_table = _over(jax.lax.psum, d_table, tuple(axis for axis in axes.tokens if axis not in axes.embed))
     # Without the barrier, the compiler reduces the sum after the backward pass of all layers, and keeps it until then.
     d_hidden, d_table = jax.lax.optimization_barrier((d_hidden, d_table))
-    return loss, d_hidden, d_table.T.astype(unembedding.dtype)
+    d_bias = None if d_bias is None else _over(jax.lax.psum, d_bias, axes.tokens).astype(head.bias.dtype)
+    return loss, d_hidden, replace(head, embedding=d_table.T.astype(head.embedding.dtype), bias=d_bias)
 
 
-def _gathered(table: jax.Array, dtype: jnp.dtype, axes: _Axes) -> jax.Array:
-    """An output embedding in the compute dtype, gathered over the axes that shard D."""
-    table = table.astype(dtype)
-    return jax.lax.all_gather(table, axes.embed, axis=1, tiled=True) if axes.embed else table
+def _gathered(head: Head, dtype: jnp.dtype, axes: _Axes) -> Head:
+    """A head whose output embedding is in the compute dtype, gathered over the axes that shard D."""
+    table = head.embedding.astype(dtype)
+    table = jax.lax.all_gather(table, axes.embed, axis=1, tiled=True) if axes.embed else table
+    return replace(head, embedding=table)
 
 
-def _logits(x: jax.Array, table: jax.Array, hit: jax.Array, axes: _Axes) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _logits(x: jax.Array, head: Head, hit: jax.Array, axes: _Axes) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The logits of this device's part of the vocabulary, and over all of it their logsumexp and the target's logit."""
-    logits = jnp.einsum("nd,vd->nv", x, table, preferred_element_type=jnp.float32)
+    logits = head.logits(x)
     # XLA computes the maximum of a GPU's logits after the product, and would read them again for each of the sums.
     highest, total, at_target = jax.lax.platform_dependent(logits, hit, cuda=_in_one_pass, default=_one_by_one)
     of_all = _over(jax.lax.pmax, highest, axes.vocab)

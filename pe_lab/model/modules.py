@@ -16,16 +16,19 @@ from pe_lab.attention import LayerEncoding, attention
 from pe_lab.config import ModelConfig
 from pe_lab.errors import ConfigError
 from pe_lab.model.embedding import embedding_lookup
+from pe_lab.model.loss import Head
 from pe_lab.parallel import constrain, context_size, platform
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "relu": jax.nn.relu,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),  # So et al. 2021 (Primer)
 }
 FeedForward = TypeVar("FeedForward", bound=type[nnx.Module])
-QK_NORMS = ("none", "head", "flat", "query_head", "query_flat")
+QK_NORMS = ("none", "head", "flat", "query_head", "query_flat", "layer_heads")
+BLOCKS = ("pre_norm", "post_norm", "pre_post_norm", "parallel", "parallel_one_norm")
 
 
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], std: float, axes: tuple[str | None, ...]) -> nnx.Param:
@@ -95,35 +98,46 @@ class RMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """Normalization of the last axes to mean 0 and variance 1, scale and bias, in float32 (Ba et al. 2016)."""
+    """Normalization of the last axis to mean 0 and variance 1, scale and bias, in float32 (Ba et al. 2016)."""
 
-    def __init__(self, shape: tuple[int, ...], axes: tuple[str, ...], epsilon: float):
+    def __init__(self, shape: tuple[int, ...], axes: tuple[str, ...], epsilon: float, bias: bool = True):
         self.scale = constant(1.0, shape, axes)
-        self.bias = constant(0.0, shape, axes)
+        self.bias = constant(0.0, shape, axes) if bias else None
         self.epsilon = epsilon
 
     def __call__(self, x: Float[Array, "*batch"]) -> Float[Array, "*batch"]:
-        scale, bias = self.scale[...], self.bias[...]
-        over = tuple(range(-scale.ndim, 0))
         with jax.named_scope("norm"):
             wide = x.astype(jnp.float32)
-            wide = wide - jnp.mean(wide, axis=over, keepdims=True)
-            wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=over, keepdims=True) + self.epsilon)
-            return (wide * scale + bias).astype(x.dtype)
+            wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+            wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
+            wide = wide * self.scale[...]
+            return (wide if self.bias is None else wide + self.bias[...]).astype(x.dtype)
 
 
-NORMS = {"rms": RMSNorm, "rms_plus_one": functools.partial(RMSNorm, plus_one=True), "layer": LayerNorm}
+NORMS = {
+    "rms": RMSNorm,
+    "rms_plus_one": functools.partial(RMSNorm, plus_one=True),
+    "layer": LayerNorm,
+    "layer_no_bias": functools.partial(LayerNorm, bias=False),
+}
 
 
 def _stream_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
     return NORMS[config.norm]((config.d_model,), ("vector",), config.norm_epsilon)
 
 
-def _qk_norm(config: ModelConfig, heads: int, axis: str) -> RMSNorm:
-    """An RMSNorm of queries or keys [B, T, heads, K]: of each head (Qwen3), or of all heads (flat; OLMo2, DroPE)."""
+def _qk_norm(config: ModelConfig, heads: int, axis: str) -> RMSNorm | LayerNorm:
+    """A norm of queries or keys [B, T, heads, K].
+
+    An RMSNorm of each head (Qwen3), with 1 + w where those of the residual stream have it (Gemma 3), or of all heads
+    (flat; OLMo 2, DroPE); or a LayerNorm of each head without bias, whose heads have a scale each (StableLM 2).
+    """
+    if config.qk_norm == "layer_heads":
+        return LayerNorm((heads, config.head_dim), (axis, "head_dim"), config.norm_epsilon, bias=False)
+    plus_one = config.norm == "rms_plus_one"
     if config.qk_norm.endswith("flat"):
-        return RMSNorm((heads, config.head_dim), (axis, "head_dim"), config.norm_epsilon)
-    return RMSNorm((config.head_dim,), ("head_dim",), config.norm_epsilon)
+        return RMSNorm((heads, config.head_dim), (axis, "head_dim"), config.norm_epsilon, plus_one)
+    return RMSNorm((config.head_dim,), ("head_dim",), config.norm_epsilon, plus_one)
 
 
 def _branch_std(config: ModelConfig) -> float:
@@ -146,7 +160,8 @@ class Attention(nnx.Module):
         self.value_bias = constant(0.0, (G, K), ("kv_heads", "head_dim")) if bias else None
         self.out_bias = constant(0.0, (D,), ("vector",)) if out_bias else None
         self.query_norm = _qk_norm(config, H, "heads") if config.qk_norm != "none" else None
-        self.key_norm = _qk_norm(config, G, "kv_heads") if config.qk_norm in ("head", "flat") else None
+        of_keys = config.qk_norm in ("head", "flat", "layer_heads")
+        self.key_norm = _qk_norm(config, G, "kv_heads") if of_keys else None
         self.config = config
 
     def queries_keys_values(
@@ -156,6 +171,8 @@ class Attention(nnx.Module):
         q = _project("query", x, self.query, self.query_bias)
         k = _project("key", x, self.key, self.key_bias)
         v = _project("value", x, self.value, self.value_bias)
+        if bound := self.config.qkv_clip:
+            q, k, v = (jnp.clip(one, -bound, bound) for one in (q, k, v))
         q = constrain(q, "batch", "length", "heads", "head_dim")
         k = constrain(k, "batch", "length", "kv_heads", "head_dim")
         v = constrain(v, "batch", "length", "kv_heads", "head_dim")
@@ -226,15 +243,17 @@ def register_feed_forward(name: str) -> Callable[[FeedForward], FeedForward]:
 
 
 class Block(nnx.Module):
-    """One layer, with a norm before each branch; the branches are sequential, or parallel (GPT-J, NeoX)."""
+    """One layer: attention and feed-forward, with the norms that `ModelConfig.block` places around them."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        self.attention_norm = _stream_norm(config)
+        before, after = config.block != "post_norm", config.block in ("post_norm", "pre_post_norm")
+        self.attention_norm = _stream_norm(config) if before else None
         self.attention = Attention(config, rngs)
-        self.mlp_norm = _stream_norm(config)
+        self.attention_post_norm = _stream_norm(config) if after else None
+        self.mlp_norm = _stream_norm(config) if before and config.block != "parallel_one_norm" else None
         self.mlp = None if config.feed_forward else MLP(config, rngs)
         self.feed_forward = FEED_FORWARDS[config.feed_forward](config, rngs) if config.feed_forward else None
-        self.parallel = config.parallel_block
+        self.mlp_post_norm = _stream_norm(config) if after else None
 
     def __call__(
         self,
@@ -265,6 +284,10 @@ class Block(nnx.Module):
 
         return self.attend_by(x, named)
 
+    def attention_input(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """The input of the attention's projections, from that of the layer."""
+        return _applied(self.attention_norm, x)
+
     def attend_by(
         self, x: Float[Array, "B T D"], attend: Callable[..., tuple[jax.Array, Any]]
     ) -> tuple[Float[Array, "B T D"], Any, Auxiliary]:
@@ -272,18 +295,26 @@ class Block(nnx.Module):
 
         Its x is the input of the projections. The third result are the numbers of the feed-forward.
         """
+        block, factor = self.attention.config.block, self.attention.config.residual_multiplier
         with jax.named_scope("attention"):
-            normed = self.attention_norm(x)
+            normed = self.attention_input(x)
             attended, result = attend(*self.attention.queries_keys_values(normed), normed)
-            attended = self.attention.project_out(attended)
-        if not self.parallel:
-            x, attended = constrain(x + attended, "batch", "length", "activation_embed"), None
+            attended = _applied(self.attention_post_norm, self.attention.project_out(attended))
+            attended = attended if factor == 1 else attended * factor
+        stream = x if block.startswith("parallel") else constrain(x + attended, "batch", "length", "activation_embed")
         with jax.named_scope("mlp"):
-            update = (self.mlp or self.feed_forward)(self.mlp_norm(x))
+            inputs = normed if block == "parallel_one_norm" else _applied(self.mlp_norm, stream)
+            update = (self.mlp or self.feed_forward)(inputs)
             update, auxiliary = update if isinstance(update, tuple) else (update, Auxiliary())
+            update = _applied(self.mlp_post_norm, update)
+            update = update if factor == 1 else update * factor
         # Under tensor parallelism, XLA joins the all-reduces of two parallel branches into one.
-        x = x + update if attended is None else x + (attended + update)
+        x = x + (attended + update) if stream is x else stream + update
         return constrain(x, "batch", "length", "activation_embed"), result, auxiliary
+
+
+def _applied(norm: nnx.Module | None, x: Float[Array, "*axes"]) -> Float[Array, "*axes"]:
+    return x if norm is None else norm(x)
 
 
 def parameter_sizes(kind: type[nnx.Module], config: ModelConfig) -> list[tuple[int, ...]]:
@@ -292,19 +323,31 @@ def parameter_sizes(kind: type[nnx.Module], config: ModelConfig) -> list[tuple[i
 
 
 class Embedder(nnx.Module):
-    """The parameters outside the layers: embedding, final norm, and the output embedding if it is not tied."""
+    """The parameters outside the layers: embedding and its norm, final norm, output embedding if not tied, its bias."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         V, D = config.vocab_size, config.d_model
         self.embedding = normal(rngs, (V, D), config.init_std, ("vocab", "embed"))
+        self.embedding_norm = _stream_norm(config) if config.embedding_norm else None
         self.final_norm = _stream_norm(config)
         self.unembedding = None if config.tie_embeddings else normal(rngs, (V, D), config.init_std, ("vocab", "embed"))
-        self.multiplier = D**0.5 if config.scale_embeddings else None
+        self.unembedding_bias = constant(0.0, (V,), ("vocab",)) if config.unembedding_bias else None
+        self.config = config
 
     def embed(self, tokens: Int[Array, "B T"], dtype: jnp.dtype) -> Float[Array, "B T D"]:
-        x = embedding_lookup(self.embedding[...], tokens, dtype)
+        """The input of the first layer."""
+        x, factor = embedding_lookup(self.embedding[...], tokens, dtype), self.config.embedding_multiplier
         # The multiplier is rounded first, as in Gemma's training: sqrt(2048) is 45.25 in bfloat16.
-        return x if self.multiplier is None else x * jnp.asarray(self.multiplier, dtype)
+        x = x if factor == 1 else x * jnp.asarray(factor, dtype)
+        return _applied(self.embedding_norm, x)
 
-    def output_embedding(self) -> Float[Array, "V D"]:
-        return (self.embedding if self.unembedding is None else self.unembedding)[...]
+    def output(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+        """The input of the head: the final norm, times the multiplier of the logits."""
+        x, factor = self.final_norm(x), self.config.logit_multiplier
+        return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
+
+    def head(self) -> Head:
+        """What makes logits of `output`."""
+        table = self.embedding if self.unembedding is None else self.unembedding
+        bias = None if self.unembedding_bias is None else self.unembedding_bias[...]
+        return Head(table[...], bias, self.config.logit_soft_cap)

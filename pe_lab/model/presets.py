@@ -14,9 +14,9 @@ from pe_lab.errors import ConfigError, did_you_mean
 TIED = dict(tie_embeddings=True, norm_epsilon=1e-5)
 UNTIED = dict(tie_embeddings=False, norm_epsilon=1e-5)
 QWEN = dict(tie_embeddings=True, norm_epsilon=1e-6)
-GEMMA = QWEN | dict(norm="rms_plus_one", activation="gelu_tanh", scale_embeddings=True)
+GEMMA = QWEN | dict(norm="rms_plus_one", activation="gelu_tanh")
 BIASES = dict(attention_bias=True, output_bias=True, mlp_bias=True)
-PYTHIA = UNTIED | BIASES | dict(norm="layer", activation="gelu", gated_mlp=False, parallel_block=True)
+PYTHIA = UNTIED | BIASES | dict(norm="layer", activation="gelu", gated_mlp=False, block="parallel")
 
 PRESETS: dict[str, dict[str, Any]] = {
     # Llama-3.2-1B (meta-llama/Llama-3.2-1B, config.json), RoPE base 500,000. The vocabulary is the Pythia tokenizer's,
@@ -43,7 +43,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     # DroPE's transformer from scratch (table 4): Qwen2-0.5B without its bias. RoPE base 1,000,000.
     "drope_494m": QWEN | dict(vocab_size=151936, layers=24, d_model=896, d_ff=4864, heads=14, kv_heads=2, head_dim=64),
     # Gemma 2B (google/gemma-2b, config.json), which "p-RoPE" trains from scratch (appendix C). RoPE base 10,000.
-    "gemma_2b": GEMMA | dict(vocab_size=256000, layers=18, d_model=2048, d_ff=16384, heads=8, kv_heads=1, head_dim=256),
+    "gemma_2b": GEMMA
+    | dict(vocab_size=256000, layers=18, d_model=2048, d_ff=16384, heads=8, kv_heads=1, head_dim=256)
+    | dict(embedding_multiplier=2048**0.5),
     # Pythia-1B (EleutherAI/pythia-1b, config.json), the parallel block in the paper "Partial RoPE". PartialRope of
     # 0.25 of the channels, base 10,000.
     "pythia_1b": PYTHIA | dict(vocab_size=50304, layers=16, d_model=2048, d_ff=8192, heads=8, kv_heads=8, head_dim=256),

@@ -136,7 +136,7 @@ class Programs:
         return choose(self.model.logits(params, last), draw, sequences, lengths)
 
     def _logits(self, params: Any, last: Float[Array, "B D"]) -> Float[Array, "B V"]:
-        return self.model.logits(params, self.model.final_norm(params, last))
+        return self.model.logits(params, self.model.output(params, last))
 
     def _step(
         self,
@@ -328,7 +328,7 @@ class ChunkedForward(Programs):
         B, C = tokens.shape
         chunk = chunk_of(tokens, start, jnp.broadcast_to(start + C, (B,)))
         x, cache = forward_chunk(self.model, params, cache, chunk, schedule, self.kernel)
-        return self.model.final_norm(params, x), cache
+        return self.model.output(params, x), cache
 
     def _forward_losses(
         self,
@@ -341,7 +341,7 @@ class ChunkedForward(Programs):
     ) -> tuple[Float[Array, "B C"], Cache]:
         self.traces["losses", *tokens.shape, cache.layout.capacity] += 1
         x, cache = self._normalized(params, cache, tokens, start, schedule)
-        return cross_entropy(x, self.model.unembedding(params), targets), cache
+        return cross_entropy(x, self.model.head(params), targets), cache
 
     def _forward_hidden(
         self,

@@ -13,7 +13,7 @@ from pe_lab.attention import IMPLEMENTATIONS
 from pe_lab.attention.key_block import RESIDUALS
 from pe_lab.config import ModelConfig, check_bounds
 from pe_lab.errors import ConfigError, did_you_mean
-from pe_lab.model.modules import ACTIVATIONS, FEED_FORWARDS, NORMS, QK_NORMS, parameter_sizes
+from pe_lab.model.modules import ACTIVATIONS, BLOCKS, FEED_FORWARDS, NORMS, QK_NORMS, parameter_sizes
 from pe_lab.positional import LayerStructure
 
 _products = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
@@ -59,6 +59,7 @@ def complete(config: ModelConfig) -> ModelConfig:
         )
     choices = {
         "norm": NORMS,
+        "block": BLOCKS,
         "activation": ACTIVATIONS,
         "qk_norm": QK_NORMS,
         "remat": ("auto", *REMAT_POLICIES),

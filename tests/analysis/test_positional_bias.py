@@ -210,7 +210,7 @@ def test_a_heads_bias_is_one_less_the_first_token_if_all_its_weight_is_on_the_pa
 
 
 def _biases_of(view, slopes):
-    encoding = view.encoding._replace(slope=slopes)
+    encoding = dataclasses.replace(view.encoding, slope=slopes)
     key = jnp.repeat(view.key, H // G, axis=2)
     return positional_bias._biases(1e-6 * view.query, key, encoding, view)
 

@@ -1,5 +1,6 @@
 """Attention against loops in float64, and its implementations against each other."""
 
+import dataclasses
 import functools
 
 import jax
@@ -105,7 +106,8 @@ def test_equals_a_loop_in_float64(implementation, case):
         freq, gain = case["inv_freq"], case.get("gain", np.ones((4, 4)))
         step = 4 if (freq == freq[0]).all() else 2 if (freq[::2] == freq[1::2]).all() else 1
         row = rotation_row(freq[::step], positions, gain[::step])
-    row = row._replace(
+    row = dataclasses.replace(
+        row,
         slope=jnp.asarray(case["slope"], jnp.float32) if "slope" in case else None,
         logit_scale=jnp.float32(case.get("beta", 1.0)),
     )

@@ -235,7 +235,7 @@ def test_implementations_honour_the_features_in_the_table(name, feature):
         "slopes": dict(encoding=LayerEncoding(slope=jnp.linspace(0.1, 1, 4))),
         "segments": dict(encoding=LayerEncoding(), segments=jnp.asarray([[1] * 9 + [2] * 12])),
         "windows": dict(encoding=LayerEncoding(), window=4),
-        "soft cap": dict(encoding=LayerEncoding(), soft_cap=0.3),
+        "soft cap": dict(encoding=LayerEncoding(soft_cap=0.3)),
         **{of: dict(encoding=hooked(one), x=draw(1, T, 8, seed=9)) for one, of in FEATURE_OF.items()},
     }[feature]
     if feature not in IMPLEMENTATIONS[name].capabilities.honours:

@@ -49,7 +49,7 @@ def arrays(split: bool):
         frequencies = fixed_point_frequencies(rng.uniform(0, 1, (H, K // 2)))
         rotation = KeyRotation(jnp.asarray(frequencies), jnp.ones((H, K // 2)))
         cos, sin = rotation_tables(*rotation, jnp.arange(T, dtype=jnp.int32)[None])
-        encoding = encoding._replace(cos=cos, sin=sin, rotation=rotation)
+        encoding = dataclasses.replace(encoding, cos=cos, sin=sin, rotation=rotation)
     return (q, k, v, x, encoding.hooks.params), encoding
 
 
@@ -60,7 +60,7 @@ def gradients(name, split, segments=None, order=None):
 
     def loss(given):
         q, k, v, x, params = given
-        row = encoding._replace(hooks=dataclasses.replace(encoding.hooks, params=params))
+        row = dataclasses.replace(encoding, hooks=dataclasses.replace(encoding.hooks, params=params))
         out = attention(q, k, v, row, x=x, segments=segments, window=50, implementation=name, chunk=32)
         weights = jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)
         return (out * (weights if order is None else weights[:, order])).sum()

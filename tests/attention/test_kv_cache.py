@@ -1,5 +1,6 @@
 """Attention to a KV cache equals `attention` over the whole sequence, for any content of empty slots."""
 
+import dataclasses
 import functools
 
 import jax
@@ -32,13 +33,13 @@ def row_at(kind: str, positions) -> LayerEncoding:
     row = LayerEncoding()
     for rows, name in ((1, "shared"), (G, "grouped"), (H, "split")):
         if kind == name:
-            row = row._replace(**dict(zip(("cos", "sin"), rotations(rows, positions), strict=True)))
+            row = dataclasses.replace(row, **dict(zip(("cos", "sin"), rotations(rows, positions), strict=True)))
     if kind == "slopes":
-        row = row._replace(slope=jnp.asarray([0.5, 0.25, 0.1, 0.02]))
+        row = dataclasses.replace(row, slope=jnp.asarray([0.5, 0.25, 0.1, 0.02]))
     if kind == "scale":
-        row = row._replace(logit_scale=jnp.float32(1.7))
+        row = dataclasses.replace(row, logit_scale=jnp.float32(1.7))
     if kind == "position bias":
-        row = row._replace(hooks=Hooks(({},), (LayerHooks(NotebookBias(2.0, 7)),)))
+        row = dataclasses.replace(row, hooks=Hooks(({},), (LayerHooks(NotebookBias(2.0, 7)),)))
     return row
 
 

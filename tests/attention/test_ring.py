@@ -1,5 +1,6 @@
 """Ring attention of a sequence sharded over devices equals attention on one device, in value and gradient."""
 
+import dataclasses
 import functools
 
 import jax
@@ -49,7 +50,7 @@ def on_ring(mesh, q, k, v, case, implementation="chunked"):
     positions = np.arange(T)[order][None]
     row = rope(positions) if case.get("rope") else LayerEncoding()
     if case.get("slopes"):
-        row = row._replace(slope=jnp.asarray(alibi_slopes(q.shape[2]), jnp.float32))
+        row = dataclasses.replace(row, slope=jnp.asarray(alibi_slopes(q.shape[2]), jnp.float32))
     segments = jnp.asarray(case["segments"][:, order]) if "segments" in case else None
 
     @jax.jit
@@ -72,7 +73,7 @@ def on_ring(mesh, q, k, v, case, implementation="chunked"):
 def on_one_device(q, k, v, case):
     row = rope(np.arange(T)[None]) if case.get("rope") else LayerEncoding()
     if case.get("slopes"):
-        row = row._replace(slope=jnp.asarray(alibi_slopes(q.shape[2]), jnp.float32))
+        row = dataclasses.replace(row, slope=jnp.asarray(alibi_slopes(q.shape[2]), jnp.float32))
     segments = jnp.asarray(case["segments"]) if "segments" in case else None
     direction = np.random.default_rng(3).standard_normal(q.shape).astype(np.float32)
 

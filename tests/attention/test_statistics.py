@@ -1,5 +1,6 @@
 """AttentionStatistics of attention against all [T, T] weights in float64, and against known values."""
 
+import dataclasses
 import functools
 
 import jax
@@ -130,10 +131,12 @@ def arguments_of(case: dict, length: int = T) -> tuple[dict, LayerEncoding, dict
         case["inv_freq"] = spread(rows)
     if "bias" in case:
         diagonal = Hooks(({"w": jnp.asarray(np.float32(case["bias"][0]))},), (LayerHooks(Diagonal(), "w"),))
-        row = row._replace(hooks=diagonal)
+        row = dataclasses.replace(row, hooks=diagonal)
         case["bias"] = case["bias"][0][np.asarray(positions)]
     arrays = {"slope": "slope", "logit_scale": "beta"}
-    row = row._replace(**{name: jnp.asarray(np.float32(case[of])) for name, of in arrays.items() if of in case})
+    row = dataclasses.replace(
+        row, **{name: jnp.asarray(np.float32(case[of])) for name, of in arrays.items() if of in case}
+    )
     other = {name: jnp.asarray(np.int32(case[name])) for name in ("positions", "segments") if name in case}
     return case, row, other | {"window": case.get("window"), "x": jnp.zeros((B, length, 8)) if "bias" in case else None}
 
@@ -233,8 +236,11 @@ def test_memory_is_linear_in_the_length():
     def needed(length: int) -> int:
         shapes = (jax.ShapeDtypeStruct((1, length, n, K), jnp.float32) for n in (H, G))
         table = jax.ShapeDtypeStruct((1, length, 1, K // 2), jnp.float32)
-        f = functools.partial(attention_statistics, block=128)
-        memory = jax.jit(f).lower(*shapes, LayerEncoding(table, table)).compile().memory_analysis()
+
+        def f(q, k, table):
+            return attention_statistics(q, k, LayerEncoding(table, table), block=128)
+
+        memory = jax.jit(f).lower(*shapes, table).compile().memory_analysis()
         return memory.temp_size_in_bytes + memory.output_size_in_bytes
 
     # Below 8,192 tokens, the constant size of blocks of logits dominates.

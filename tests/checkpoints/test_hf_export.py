@@ -35,7 +35,7 @@ LLAMA = ModelConfig(
     vocab_size=64, layers=4, d_model=32, d_ff=48, heads=4, kv_heads=2, tie_embeddings=False, dtype="float32"
 )
 GEMMA = dataclasses.replace(
-    LLAMA, norm="rms_plus_one", activation="gelu_tanh", scale_embeddings=True, tie_embeddings=True
+    LLAMA, norm="rms_plus_one", activation="gelu_tanh", embedding_multiplier=32**0.5, tie_embeddings=True
 )
 NEOX = dataclasses.replace(
     LLAMA,
@@ -43,7 +43,7 @@ NEOX = dataclasses.replace(
     norm="layer",
     activation="gelu",
     gated_mlp=False,
-    parallel_block=True,
+    block="parallel",
     attention_bias=True,
     output_bias=True,
     mlp_bias=True,
@@ -116,7 +116,7 @@ REFUSED = {
     "windows in neox": (NEOX, layers(Rope(), window=8), "gpt_neox has no sliding windows. Nearest"),
     "dynamic yarn": (LLAMA, layers(Rope(scaling=DynamicYarn(256))), "no dynamic YaRN. Nearest.*--length"),
     "bias on the output alone": (with_(output_bias=True), layers(Rope()), "together, or on none"),
-    "a parallel llama": (with_(parallel_block=True), layers(Rope()), "parallel_block is True, not False"),
+    "a parallel llama": (with_(block="parallel"), layers(Rope()), "block is 'parallel', not 'pre_norm'"),
 }
 
 

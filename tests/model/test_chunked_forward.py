@@ -80,7 +80,7 @@ def plain(kind: str, T: int) -> np.ndarray:
 
 def logits_of(hidden, T: int) -> np.ndarray:
     model, params, _ = setting(T)
-    return np.asarray(hidden @ model.unembedding(params).T)
+    return np.asarray(hidden @ model.head(params).embedding.T)
 
 
 @cases()

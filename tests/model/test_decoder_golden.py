@@ -154,7 +154,13 @@ def test_logits_are_those_of_transformers(name, changes, encoding):
 
 
 def test_gemma():
-    changes = dict(kv_heads=1, head_dim=16, norm="rms_plus_one", activation="gelu_tanh", scale_embeddings=True)
+    changes = dict(
+        kv_heads=1,
+        head_dim=16,
+        norm="rms_plus_one",
+        activation="gelu_tanh",
+        embedding_multiplier=SHAPE["d_model"] ** 0.5,
+    )
     model = Model(ModelConfig(**SHAPE | changes))
     params = from_llama(weights_of(FAMILIES, "gemma"), model.config)
     check_logits(model, params, FAMILIES["tokens"], FAMILIES["gemma/logits"], Rope(10000.0))
@@ -163,7 +169,7 @@ def test_gemma():
 def test_gpt_neox():
     """Parallel blocks, LayerNorm, plain feed-forward, a bias everywhere, and a quarter of the channels rotating."""
     changes = dict(heads=2, kv_heads=2, attention_bias=True, output_bias=True, mlp_bias=True, tie_embeddings=False)
-    changes |= dict(norm="layer", activation="gelu", gated_mlp=False, parallel_block=True)
+    changes |= dict(norm="layer", activation="gelu", gated_mlp=False, block="parallel")
     model, encoding = Model(ModelConfig(**SHAPE | changes)), PartialRope(10000.0, 0.25)
     params = from_neox(weights_of(FAMILIES, "gpt_neox"), model.config, encoding.rotated_channels(16))
     check_logits(model, params, FAMILIES["tokens"], FAMILIES["gpt_neox/logits"], encoding)

@@ -17,7 +17,7 @@ from pe_lab.positional import build_schedule, layers
 
 TINY = ModelConfig(vocab_size=64, layers=4, d_model=32, d_ff=48, heads=4, kv_heads=2, head_dim=8, dtype="float32")
 GEMMA = dataclasses.replace(
-    TINY, kv_heads=1, head_dim=16, norm="rms_plus_one", activation="gelu_tanh", scale_embeddings=True
+    TINY, kv_heads=1, head_dim=16, norm="rms_plus_one", activation="gelu_tanh", embedding_multiplier=32**0.5
 )
 NEOX = dataclasses.replace(
     TINY,
@@ -28,7 +28,7 @@ NEOX = dataclasses.replace(
     norm="layer",
     activation="gelu",
     gated_mlp=False,
-    parallel_block=True,
+    block="parallel",
     tie_embeddings=False,
 )
 FLAT = dataclasses.replace(TINY, qk_norm="flat")
@@ -113,11 +113,15 @@ def test_queries_and_keys_are_normalized_as_the_name_says(qk_norm):
     x = inputs(2, 5, 32)
     q, k, v = jax.jit(attention.queries_keys_values)(jnp.asarray(x))
     expected = {w: np.einsum("btd,dhk->bthk", x, p[w]) + p[f"{w}_bias"] for w in ("query", "key", "value")}
-    axes, shape = ((-2, -1), lambda heads: (heads, 8)) if "flat" in qk_norm else (-1, lambda heads: (8,))
+    axes = (-2, -1) if "flat" in qk_norm else -1
+    whole = "flat" in qk_norm or qk_norm == "layer_heads"  # a scale for each channel of each head
+    shape = (lambda heads: (heads, 8)) if whole else (lambda heads: (8,))
     normalized = {"none": {}, "query_head": {"query": 4}, "query_flat": {"query": 4}}
     for which, heads in normalized.get(qk_norm, {"query": 4, "key": 2}).items():
         scale = p.pop(f"{which}_norm")["scale"]
         assert scale.shape == shape(heads)
+        if qk_norm == "layer_heads":
+            expected[which] = expected[which] - expected[which].mean(-1, keepdims=True)
         expected[which] = numpy_rms(expected[which], scale, axes)
     assert not [name for name in p if "norm" in name]
     for ours, which in ((q, "query"), (k, "key"), (v, "value")):
@@ -128,6 +132,7 @@ NUMPY_ACTIVATIONS = {
     "silu": lambda x: x / (1 + np.exp(-x)),
     "gelu": lambda x: x * (1 + np.vectorize(math.erf)(x / 2**0.5)) / 2,
     "gelu_tanh": lambda x: x * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3))) / 2,
+    "relu": lambda x: np.maximum(x, 0),
     "relu2": lambda x: np.maximum(x, 0) ** 2,
 }
 
@@ -147,7 +152,7 @@ def test_the_feed_forward_is_its_formula(gated, bias, activation):
 
 def test_embeddings_are_scaled_by_a_root_that_was_rounded_first():
     """sqrt(20) is 4.472, and 4.46875 in bfloat16; as numpy's bfloat16 multiplies."""
-    embedder, p = module(Embedder, d_model=20, scale_embeddings=True)
+    embedder, p = module(Embedder, d_model=20, embedding_multiplier=20**0.5)
     tokens = jnp.arange(64)[None]
     np.testing.assert_allclose(embedder.embed(tokens, jnp.dtype("float32"))[0], p["embedding"] * 20**0.5, rtol=1e-6)
     expected = p["embedding"].astype(jnp.bfloat16) * np.asarray(4.46875, jnp.bfloat16)
@@ -185,7 +190,7 @@ def test_no_output_depends_on_a_later_token(config):
 def test_branches_side_by_side_read_the_same_input():
     """Not what branches one after the other give, and the same where the attention adds nothing."""
     model = Model(dataclasses.replace(NEOX, layers=1))
-    other = Model(dataclasses.replace(NEOX, layers=1, parallel_block=False))
+    other = Model(dataclasses.replace(NEOX, layers=1, block="pre_norm"))
     params, schedule = random_params(model), schedule_of(model.config)
     tokens = jnp.arange(9)[None]
 
@@ -250,11 +255,11 @@ def test_at_the_start_norms_scale_by_one_and_biases_are_zero(config):
     ("changes", "says"),
     [
         (dict(norm="rms_plus_on"), "model.norm is 'rms_plus_on'. Did you mean 'rms_plus_one'"),
-        (dict(norm="batch"), "model.norm is 'batch'. Allowed: layer, rms, rms_plus_one"),
+        (dict(norm="batch"), "model.norm is 'batch'. Allowed: layer, layer_no_bias, rms, rms_plus_one"),
         (dict(activation="gelu_tan"), "model.activation is 'gelu_tan'. Did you mean 'gelu_tanh'"),
-        (dict(activation="?"), "model.activation is '\\?'. Allowed: gelu, gelu_tanh, relu2, silu"),
+        (dict(activation="?"), "model.activation is '\\?'. Allowed: gelu, gelu_tanh, relu, relu2, silu"),
         (dict(qk_norm="heads"), "model.qk_norm is 'heads'. Did you mean 'head'"),
-        (dict(qk_norm=""), "model.qk_norm is ''. Allowed: flat, head, none, query_flat, query_head"),
+        (dict(qk_norm=""), "model.qk_norm is ''. Allowed: flat, head, layer_heads, none, query_flat, query_head"),
     ],
     ids=str,
 )
@@ -264,7 +269,7 @@ def test_a_value_that_does_not_exist_names_its_field(changes, says):
 
 
 @pytest.mark.parametrize(
-    "field", ["gated_mlp", "parallel_block", "scale_embeddings", "output_bias", "mlp_bias", "attention_bias"]
+    "field", ["gated_mlp", "embedding_norm", "unembedding_bias", "output_bias", "mlp_bias", "attention_bias"]
 )
 def test_a_switch_is_true_or_false(field):
     with pytest.raises(UserError, match=f"config.{field} is 'yes'; it must be of type bool"):

@@ -231,7 +231,7 @@ def test_structures_of_their_own(name, seen):
 
 FAMILIES = {
     "gemma": dict(
-        kv_heads=1, head_dim=16, norm="rms_plus_one", activation="gelu_tanh", scale_embeddings=True
+        kv_heads=1, head_dim=16, norm="rms_plus_one", activation="gelu_tanh", embedding_multiplier=TINY.d_model**0.5
     ),
     "neox": dict(
         kv_heads=4,
@@ -241,7 +241,7 @@ FAMILIES = {
         norm="layer",
         activation="gelu",
         gated_mlp=False,
-        parallel_block=True,
+        block="parallel",
         tie_embeddings=False,
     ),
     "qwen2": dict(attention_bias=True),

@@ -10,10 +10,18 @@ import numpy as np
 import pytest
 
 from pe_lab.errors import UserError
-from pe_lab.model import cross_entropy
-from pe_lab.model.loss import _in_one_pass, _one_by_one, weighted_cross_entropy
+from pe_lab.model import loss as losses
+from pe_lab.model.loss import Head, _in_one_pass, _one_by_one
 
 B, T, D, V = 2, 7, 8, 24
+
+
+def cross_entropy(hidden, unembedding, *arguments):
+    return losses.cross_entropy(hidden, Head(unembedding), *arguments)
+
+
+def weighted_cross_entropy(hidden, unembedding, targets, weights, chunks=1):
+    return losses.weighted_cross_entropy(hidden, Head(unembedding), targets, weights, chunks)
 
 
 def case(dtype=jnp.float32):
@@ -58,6 +66,33 @@ def test_the_weighted_sum_and_its_gradients_are_exact(chunks):
     np.testing.assert_allclose(gradients[1], d_unembedding, atol=2e-6)
     alone = jax.jit(weighted_cross_entropy, static_argnums=4)(hidden, unembedding, targets, weights, chunks)
     assert alone == pytest.approx(expected, rel=1e-6)  # without its gradient
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("bias, soft_cap", [(True, 0.0), (False, 1.5), (True, 1.5)])
+def test_a_bias_and_a_soft_cap_of_the_logits_have_their_gradients(bias, soft_cap, chunks):
+    """Against JAX's gradient of the formula. The logits reach 10: a cap of 1.5 is felt."""
+    hidden, unembedding, targets, weights = case()
+    offset = jnp.linspace(-2, 2, V) if bias else None
+
+    def formula(hidden, unembedding, offset):
+        z = jnp.einsum("btd,vd->btv", hidden, unembedding, precision="highest") + (0 if offset is None else offset)
+        log_probs = jax.nn.log_softmax(soft_cap * jnp.tanh(z / soft_cap) if soft_cap else z)
+        return -jnp.take_along_axis(log_probs, targets[..., None], axis=-1)[..., 0]
+
+    def of_formula(*arrays):
+        return (formula(*arrays) * weights).sum()
+
+    def in_chunks(hidden, unembedding, offset):
+        return losses.weighted_cross_entropy(hidden, Head(unembedding, offset, soft_cap), targets, weights, chunks)
+
+    arrays = hidden, unembedding, offset
+    chosen = (0, 1, 2) if bias else (0, 1)
+    expected = jax.jit(jax.value_and_grad(of_formula, chosen))(*arrays)
+    found = jax.jit(jax.value_and_grad(in_chunks, chosen))(*arrays)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6), found, expected)
+    each = losses.cross_entropy(hidden, Head(unembedding, offset, soft_cap), targets, 1 if chunks == 1 else 4)
+    np.testing.assert_allclose(each, formula(*arrays), rtol=1e-5, atol=1e-5)
 
 
 def test_one_pass_over_the_logits_gives_what_three_give():

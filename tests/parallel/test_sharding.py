@@ -224,8 +224,8 @@ def test_loss_and_gradients_do_not_depend_on_the_mesh(mesh, chunks, alone):
 @pytest.mark.parametrize(
     "changes",
     [
-        dict(qk_norm="flat", norm="rms_plus_one", activation="gelu_tanh", scale_embeddings=True),
-        dict(norm="layer", gated_mlp=False, parallel_block=True, attention_bias=True, output_bias=True, mlp_bias=True),
+        dict(qk_norm="flat", norm="rms_plus_one", activation="gelu_tanh", embedding_multiplier=8.0),
+        dict(norm="layer", gated_mlp=False, block="parallel", attention_bias=True, output_bias=True, mlp_bias=True),
     ],
     ids=["flat QK-norm", "parallel block"],
 )

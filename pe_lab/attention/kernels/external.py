@@ -27,7 +27,7 @@ BLOCK = 512  # queries, and keys, whose logits splash computes at once
 SCALAR_MEMORY, BYTES_OF_PAIR = 2**20, 3
 
 SPLASH = Capabilities(
-    honours=frozenset({"segments", "windows"}),
+    honours=frozenset({"segments", "windows", "soft cap"}),
     dtypes=("bfloat16", "float32"),
     head_dims=lambda K, capability: K <= 256,
     head_dims_text="at most 256",
@@ -71,7 +71,7 @@ def splash_attention(
     pairs = blocks.count * min(blocks.count, 2 + (window or T) // blocks.size)
     if pairs * BYTES_OF_PAIR > SCALAR_MEMORY:
         raise UnsupportedError(f"splash attention: {T} tokens make {pairs} pairs of blocks, more than a TPU holds.")
-    kernel = jax.vmap(_splash_kernel(blocks, H, window, interpret))
+    kernel = jax.vmap(_splash_kernel(blocks, H, window, inputs.soft_cap, interpret))
     length = blocks.count * blocks.size
     q, k, v = (_padded(x, 1, length).transpose(0, 2, 1, 3) for x in (query, key, value))
     if inputs.query_segments is None:
@@ -205,7 +205,9 @@ def splash_blocks(length: int) -> SplashBlocks:
 
 
 @functools.lru_cache(maxsize=64)
-def _splash_kernel(blocks: SplashBlocks, heads: int, window: int | None, interpret: bool) -> Callable[..., jax.Array]:
+def _splash_kernel(
+    blocks: SplashBlocks, heads: int, window: int | None, soft_cap: float | None, interpret: bool
+) -> Callable[..., jax.Array]:
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     # A single kernel for the backward pass writes the query's gradient once per key block, [count, H, T, K]. Two
@@ -231,6 +233,7 @@ def _splash_kernel(blocks: SplashBlocks, heads: int, window: int | None, interpr
             head_shards=1,
             q_seq_shards=1,
             interpret=interpret,
+            attn_logits_soft_cap=soft_cap,
             residual_checkpoint_name=RESIDUALS,
         )
     return jax.tree.map(np.asarray, kernel)

@@ -21,7 +21,7 @@ from pe_lab.config import MeshConfig, ModelConfig
 from pe_lab.model import Model, Params
 from pe_lab.model.cache import cache_bytes
 from pe_lab.model.learned import split_layers
-from pe_lab.model.loss import LOGITS, tokens_per_device, vocabulary_chunks
+from pe_lab.model.loss import LOGITS, Head, tokens_per_device, vocabulary_chunks
 from pe_lab.model.programs import ChunkedForward
 from pe_lab.parallel import (
     AxisRules,
@@ -368,8 +368,7 @@ def _of_hidden(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _likeliest(model: Model, params: Params, x: Float[Array, "B Q D"]) -> Int32[Array, "B Q"]:
-    logits = jnp.einsum("bqd,vd->bqv", x, model.unembedding(params).astype(x.dtype), preferred_element_type=jnp.float32)
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return jnp.argmax(model.logits(params, x), axis=-1).astype(jnp.int32)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -380,14 +379,14 @@ def _score(
 
     The vocabulary is split as in `cross_entropy`: chunk c has the tokens c, c + chunks, c + 2 chunks ...
     """
-    weights = model.unembedding(params).astype(x.dtype)
-    chunks = vocabulary_chunks(tokens_per_device(targets.size, ("batch",)), len(weights))
-    parts = jnp.moveaxis(weights.reshape(-1, chunks, weights.shape[-1]), 1, 0)
+    head = model.head(params)
+    chunks = vocabulary_chunks(tokens_per_device(targets.size, ("batch",)), len(head.embedding))
+    parts = head.parts(chunks)
 
-    def step(carry: tuple[jax.Array, ...], chunk: tuple[jax.Array, jax.Array]) -> tuple[tuple[jax.Array, ...], None]:
+    def step(carry: tuple[jax.Array, ...], chunk: tuple[jax.Array, Head]) -> tuple[tuple[jax.Array, ...], None]:
         highest, likeliest, total, at_target = carry
         index, part = chunk
-        logits = jnp.einsum("bqd,vd->bqv", x, part, preferred_element_type=jnp.float32)
+        logits = part.logits(x)
         best, top = jnp.argmax(logits, axis=-1) * chunks + index, logits.max(-1)
         first = (top > highest) | ((top == highest) & (best < likeliest))
         new = jnp.maximum(highest, top)
