@@ -23,7 +23,7 @@ from pe_lab.language_model import LanguageModel, Tokens
 from pe_lab.model import Model, Params, cross_entropy
 from pe_lab.model.layer_pass import advance, embed, forward_model
 from pe_lab.parallel import AxisRules, shared, use_mesh
-from pe_lab.positional import HeadEdit, Layer, to_json
+from pe_lab.positional import HeadEdit, Layer, Schedule, to_json
 from pe_lab.results.findings import Arrays
 from pe_lab.results.records import digest
 
@@ -54,8 +54,7 @@ class Streams:
         self.lm, self._ids = lm, lm.sequences(tokens)
         self._places: dict[str, Any] = {"segments": segments, "positions": positions}
         self._model = forward_model(lm.whole_pass_config())
-        with self._on_mesh():
-            self._kept: dict[int, Any] = {0: np.asarray(embed(self._model, self._params, self._put(self._ids)))}
+        self._kept: dict[int, Any] = {0: self._embedded()}
 
     @property
     def _params(self) -> Params:
@@ -70,9 +69,12 @@ class Streams:
         """
         if first is None:
             first = first_difference(self.lm.layers, lm.layers)
-        self._input(first, keep=True)
         edited = object.__new__(Streams)
         edited.__dict__ |= vars(self) | {"lm": lm}
+        if self._schedule.embeddings != edited._schedule.embeddings:
+            edited._kept = {0: edited._embedded()}
+            return edited
+        self._input(first, keep=True)
         edited._kept = {n: x for n, x in self._kept.items() if n <= first}
         return edited
 
@@ -92,10 +94,20 @@ class Streams:
         log_probs, right = map(np.asarray, found)
         return log_probs, right
 
+    @property
+    def _schedule(self) -> Schedule:
+        return self.lm.schedule_for(self._ids.shape[1])
+
+    def _embedded(self) -> Float[np.ndarray, "B T D"]:
+        """The stream at the input of the first layer."""
+        with self._on_mesh():
+            ids = self._put(self._ids)
+            return np.asarray(embed(self._model, self._params, ids, self._schedule, self._places["positions"]))
+
     def _input(self, n: int, keep: bool = False) -> jax.Array | np.ndarray:
         """The stream at the input of layer n; with `keep`, also those before it are kept."""
         below = max(m for m in self._kept if m <= n)
-        x, schedule = self._kept[below], self.lm.schedule_for(self._ids.shape[1])
+        x, schedule = self._kept[below], self._schedule
         with self._on_mesh():
             run = functools.partial(advance, self._model, self._params, schedule=schedule, **self._places)
             if not keep:

@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from pe_lab.checkpoints.families import FAMILIES, GGUF_LLAMA
+from pe_lab.checkpoints.families import FAMILIES, TensorTable
 from pe_lab.checkpoints.rope_parameters import Rotary, nope_if_unrotated
 from pe_lab.checkpoints.source import TensorSource, check_finite, listing
 from pe_lab.config import ModelConfig
@@ -18,6 +18,24 @@ from pe_lab.errors import CheckpointError, UnsupportedError, excerpt
 from pe_lab.model import complete
 from pe_lab.positional import PI, Layer, Layout, LongRope, Rope, Scaling, Yarn
 from pe_lab.storage.gguf_format import open_gguf
+
+# GGUF's llama family. Queries and keys have the interleaved layout: llama.cpp's converter permutes them.
+GGUF_LLAMA = TensorTable(
+    {
+        "token_embd": "token_embedder.embedding",
+        "output_norm": "token_embedder.final_norm.scale",
+        "output": "token_embedder.unembedding",
+        "blk.{n}.attn_norm": "layers.attention_norm.scale",
+        "blk.{n}.attn_q": "layers.attention.query",
+        "blk.{n}.attn_k": "layers.attention.key",
+        "blk.{n}.attn_v": "layers.attention.value",
+        "blk.{n}.attn_output": "layers.attention.out",
+        "blk.{n}.ffn_norm": "layers.mlp_norm.scale",
+        "blk.{n}.ffn_gate": "layers.mlp.gate",
+        "blk.{n}.ffn_up": "layers.mlp.up",
+        "blk.{n}.ffn_down": "layers.mlp.down",
+    }
+)
 
 # One divisor for each pair, which llama.cpp's converter writes for Llama 3.1's scaling and for LongRoPE.
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")

@@ -24,6 +24,8 @@ from pe_lab.storage import read_json, write_json
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SHARD_BYTES = 5 * 10**9  # as save_pretrained does
+# Of the families that can express a model, those that most runtimes read come first.
+_FIRST = ("llama", "qwen2", "qwen3", "smollm3", "gpt_neox")
 READ_DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F64": np.float64}
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # of an export, with safetensors' names
 
@@ -41,9 +43,11 @@ class HuggingFaceSource(TensorSource):
         self.family, self.model, self.layers = read.family, read.model, read.layers
         self.training_length, self._layout = read.training_length, read.layout
         shapes = {name: shape for name, (_, shape, _) in listed.items()}
-        leftover = self.match(self.family.table, shapes, self.family.architecture, "config.json")
-        self._check_leftover(leftover)
-        kinds = {listed[tensor.name][2] for tensor in self._by_leaf.values()}
+        table = self.family.table(self.model)
+        leftover = self.match(table, shapes, self.family.architecture, "config.json")
+        tensors = [tensor for each in self._by_leaf.values() for tensor in each]
+        self._check_leftover(leftover, table.neutral_tensors(self.model, tensors))
+        kinds = {listed[tensor.name][2] for tensor in tensors}
         unknown = kinds - set(READ_DTYPES)
         if unknown:
             raise CheckpointError(
@@ -53,9 +57,19 @@ class HuggingFaceSource(TensorSource):
         has_tokenizer = any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
         self.tokenizer = f"hf:{directory}" if has_tokenizer else ""
 
-    def _check_leftover(self, names: list[str]) -> None:
-        """`CheckpointError` unless the tensors that no leaf has are a copy of the embedding, as in many tied models."""
-        embedding = self._by_leaf["token_embedder.embedding", None].name
+    def _check_leftover(self, names: list[str], neutral: Sequence[Tensor]) -> None:
+        """`CheckpointError` for tensors that no leaf has.
+
+        Those are known: a copy of the embedding, as in many tied models, and tensors that do nothing (`NeutralTensor`).
+        """
+        for tensor in neutral:
+            if tensor.name not in names:
+                continue
+            found = self._tensor(tensor.name)
+            written = np.clip(tensor.join([]), *_range(found.dtype)).astype(found.dtype)
+            if np.array_equal(found, written):
+                names.remove(tensor.name)
+        embedding = self._by_leaf["token_embedder.embedding", None][0].name
         for head in ("lm_head.weight", "embed_out.weight"):
             if head not in names or not self.model.tie_embeddings:
                 continue
@@ -149,6 +163,7 @@ class Export:
     dtype: str  # one of `DTYPES`
     scales: tuple[float, ...]  # per layer, the factor to fold into its queries
     folded: tuple[str, ...]  # the leaves of a layer that are multiplied by its factor
+    plus_one: bool  # they are scales of a norm that multiplies by 1 + w
     notes: tuple[str, ...]  # messages about folded scales and fixed encodings
 
     @property
@@ -200,13 +215,17 @@ def _plan(
         raise ConfigError(f"--family '{family}' is not known. {did_you_mean(family, list(FAMILIES))}")
     config, layout = write_config(chosen, source.model, layers, source.training_length, dtype, max_length)
     try:
-        tensors = tuple(chosen.table.tensors(source.model))
+        table = chosen.table(source.model)
+        tensors = tuple(table.tensors(source.model, layers))
     except UnsupportedError as error:
         raise UnsupportedError(f"{chosen.architecture} {error}.") from None
     norm = source.model.qk_norm != "none"
     folded = ("attention.query_norm.scale",) if norm else ("attention.query", "attention.query_bias")
     notes = []
+    plus_one = norm and source.model.norm == "rms_plus_one"
     changed = [n for n, scale in enumerate(scales) if scale != 1]
+    if changed and source.model.qkv_clip:
+        raise UnsupportedError("logit scales cannot be folded into queries that are clipped (model.qkv_clip).")
     if changed:
         where = "q_norm's weight" if norm else "q_proj (weight and bias)"
         values = sorted({round(scales[n], 6) for n in changed})
@@ -216,7 +235,8 @@ def _plan(
         )
     if any(a.encoding != b.encoding for a, b in zip(layers, source.layers, strict=True)):
         notes.append(f"Encodings that depend on the length are written for {length:,} tokens.")
-    return Export(chosen, config, layers, tensors, layout, dtype, scales, folded, tuple(notes))
+    tensors += tuple(table.neutral_tensors(source.model, tensors))
+    return Export(chosen, config, layers, tensors, layout, dtype, scales, folded, plus_one, tuple(notes))
 
 
 def write_huggingface(
@@ -271,14 +291,29 @@ def _write_shard(
         for tensor in tensors:
             leaves = []
             for path in tensor.paths:
-                leaf = source.read(path, tensor.layer)
+                leaf = source.read(path, tensor.index)
                 if tensor.layer is not None and path.removeprefix(LAYERS) in export.folded:
-                    scale = export.scales[tensor.layer]
-                    leaf = leaf if scale == 1 else leaf.astype(np.float32) * np.float32(scale)
+                    leaf = _times(leaf, export.scales[tensor.layer], export.plus_one)
                 leaves.append(leaf)
             array = tensor.join(leaves, export.layout)
+            if tensor.value is not None:
+                array = np.clip(array, *_range(export.dtype))
             file.write(_cast(array, np.dtype(export.dtype), tensor.name).tobytes())
             done(export.bytes_of(tensor))
+
+
+def _times(leaf: np.ndarray, scale: float, plus_one: bool) -> np.ndarray:
+    """A leaf of weights, or of a norm by 1 + w (`plus_one`), that computes `scale` times as much."""
+    if scale == 1:
+        return leaf
+    leaf = leaf.astype(np.float32)
+    return (leaf + 1) * np.float32(scale) - 1 if plus_one else leaf * np.float32(scale)
+
+
+def _range(dtype: Any) -> tuple[float, float]:
+    """The least and the largest number of a dtype: a neutral -1e30 is the least number of float16."""
+    found = ml_dtypes.finfo(np.dtype(dtype))
+    return float(found.min), float(found.max)
 
 
 def _cast(array: np.ndarray, kind: np.dtype, name: str) -> np.ndarray:
@@ -291,19 +326,28 @@ def _cast(array: np.ndarray, kind: np.dtype, name: str) -> np.ndarray:
     return cast
 
 
+def _rank(family: Family) -> int:
+    return _FIRST.index(family.model_type) if family.model_type in _FIRST else len(_FIRST)
+
+
 def choose_family(model: ModelConfig, layers: Sequence[Layer]) -> Family:
     """The first stock family that can express a model. Raises `UnsupportedError`: none can; with the reason of each."""
     reasons = {}
-    for family in FAMILIES.values():
+    for family in sorted(FAMILIES.values(), key=_rank):
         if family.stock:
             try:
                 write_config(family, model, layers, 2048, "float32")
                 return family
             except UnsupportedError as error:
                 reasons[family.model_type] = str(error)
-    # A family that holds the weights, and cannot express the encoding, is nearer than one that cannot hold them.
-    near = {k: v for k, v in reasons.items() if "cannot hold this model" not in v} or reasons
-    listed = "\n".join(f"  {name}: {reason}" for name, reason in near.items())
+    # A family that holds the weights, and cannot express the encoding, is nearer than one that cannot hold them; of
+    # those, the nearest are those of fewest differences.
+    near = {k: v for k, v in reasons.items() if "cannot hold this model" not in v}
+    near = near or dict(sorted(reasons.items(), key=lambda item: item[1].count(";"))[:4])
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in near.items():
+        by_reason.setdefault(reason.split(": ", 1)[1], []).append(name)
+    listed = "\n".join(f"  {', '.join(names)}: {reason}" for reason, names in by_reason.items())
     advice = ""
     if model.qk_norm not in ("none", "head"):
         advice = "\nNearest: surgery --add-qk-norm=head, which Qwen3 has (--family=llama_drope needs DroPE's code)."

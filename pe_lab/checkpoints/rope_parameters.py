@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from pe_lab.checkpoints.families import Family
 from pe_lab.errors import CheckpointError, ConfigError, UnsupportedError
 from pe_lab.positional import (
     NTK,
@@ -38,31 +38,97 @@ NO_ROTATION = 1e30
 Rotary = Rope | PartialRope | NoPE
 
 
-def read_rope(config: Mapping[str, Any], head_dim: int, family: Family) -> tuple[Rotary, int]:
+@dataclass(frozen=True)
+class RopeKeys:
+    """Where a family's `config.json` has its rotation, and transformers' values of keys that are absent.
+
+    Attributes:
+      theta, fraction: the base, and the share of the channels that rotate.
+      length: tokens.
+      partial: heads may rotate in part; else a share has no meaning.
+      theta_key, fraction_key, length_key: names of older files, outside of the rope parameters.
+    """
+
+    theta: float = 10000.0
+    fraction: float = 1.0
+    length: int = 2048
+    partial: bool = False
+    theta_key: str = "rope_theta"
+    fraction_key: str = "partial_rotary_factor"
+    length_key: str = "max_position_embeddings"
+
+
+def read_rope(config: Mapping[str, Any], head_dim: int, keys: RopeKeys) -> tuple[Rotary, int]:
     """The encoding of the layers that rotate, and the training length before any scaling.
 
-    Contradictions are resolved as in transformers 5: `rope_scaling` precedes `rope_parameters`, and a base inside them
-    precedes one outside. Keys of another family count for nothing.
+    Raises:
+      UnsupportedError: an unknown rope type, or a rotation for each type of layers.
+      CheckpointError, ConfigError: a number that is missing or not valid; keys that contradict each other.
+    """
+    return read_rotation(one_rotation(config, keys), config, head_dim, keys)
+
+
+def by_layer_type(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]] | None:
+    """The rope parameters of each type of layers; None: they are those of one rotation."""
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = config.get(name)
+        if isinstance(rope, Mapping) and any(isinstance(value, Mapping) for value in rope.values()):
+            return {key: value for key, value in rope.items() if isinstance(value, Mapping)}
+    return None
+
+
+def one_rotation(config: Mapping[str, Any], keys: RopeKeys) -> dict[str, Any]:
+    """The keys of one rotation, wherever a `config.json` of transformers 4 or 5 has them.
 
     Raises:
-      UnsupportedError: an unknown rope type.
-      CheckpointError, ConfigError: a number that is missing or not valid.
+      UnsupportedError: it has several.
+      CheckpointError: two places contradict each other. transformers 4 reads the outer keys, 5 the inner ones.
     """
-    longest = _length(config, "max_position_embeddings", family.length)
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(rope, Mapping):
-        raise CheckpointError(f"the rope parameters are {rope!r}; they must be a set of keys.")
-    if by_layer := [key for key, value in rope.items() if isinstance(value, Mapping)]:
+    if nested := by_layer_type(config):
         raise UnsupportedError(
-            f"the rope parameters are those of types of layers ({', '.join(by_layer)}), and {family.architecture} has "
-            "one rotation: transformers ignores them there, or fails. Write the keys of one rotation."
+            f"the rope parameters are those of types of layers ({', '.join(nested)}), and this architecture has one "
+            "rotation: transformers ignores them there, or fails. Write the keys of one rotation."
         )
-    outer = config.get("rotary_emb_base" if family.neox else "rope_theta")
-    base = _number(rope, "rope_theta", outer if outer is not None else family.theta)
-    outer = config.get("rotary_pct" if family.neox else "partial_rotary_factor")
-    part = _number(rope, "partial_rotary_factor", outer if outer is not None else family.fraction)
+    outer = {"rope_theta": keys.theta_key, "partial_rotary_factor": keys.fraction_key}
+    places = [(key, {name: config[key]}) for name, key in outer.items() if config.get(key) is not None]
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = config.get(name) or {}
+        if not isinstance(rope, Mapping):
+            raise CheckpointError(f"the rope parameters are {rope!r}; they must be a set of keys.")
+        if rope:
+            kind = rope.get("rope_type") or rope.get("type") or "default"
+            # A truncate of null is false in transformers; every other null is an absent key.
+            given = {key: value for key, value in rope.items() if value is not None or key == "truncate"}
+            given.pop("type", None)
+            places.append((name, given | {"rope_type": kind}))
+    found: dict[str, Any] = {}
+    where: dict[str, str] = {}
+    for place, values in places:
+        for key, value in values.items():
+            if key in found and found[key] != value:
+                raise CheckpointError(
+                    f"{key} is {found[key]!r} by {where[key]}, and {value!r} in {place}: versions of transformers read "
+                    "different ones. Remove the wrong one."
+                )
+            found[key], where[key] = value, place
+    return found
+
+
+def read_rotation(
+    rope: Mapping[str, Any], config: Mapping[str, Any], head_dim: int, keys: RopeKeys
+) -> tuple[Rotary, int]:
+    """As `read_rope`, from the keys of one rotation; `config` has the lengths."""
+    longest = _length(config, keys.length_key, keys.length)
+    base = _number(rope, "rope_theta", keys.theta)
+    part = _number(rope, "partial_rotary_factor", keys.fraction)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     holder = config if config.get("original_max_position_embeddings") is not None else rope
+    inner = rope.get("original_max_position_embeddings")
+    if holder is config and inner not in (None, config["original_max_position_embeddings"]):
+        raise CheckpointError(
+            f"original_max_position_embeddings is {config['original_max_position_embeddings']!r}, and {inner!r} in the "
+            "rope parameters. Remove the wrong one."
+        )
 
     def number(key: str, default: float | None = None) -> float:
         return _number(rope, key, default)
@@ -105,6 +171,11 @@ def read_rope(config: Mapping[str, Any], head_dim: int, family: Family) -> tuple
             f"rope_type '{kind}' is unknown. Known: default, linear, dynamic, yarn, llama3, longrope, proportional."
         )
     encoding = Rope(base, 1.0, scaling) if part == 1 else PartialRope(base, part, scaling)
+    if part != 1 and not keys.partial:
+        raise CheckpointError(
+            f"partial_rotary_factor is {part:g}; this architecture rotates whole heads in transformers, so the key has "
+            "no meaning."
+        )
     if part != 1 and int(head_dim * part) % 2:
         raise UnsupportedError(
             f"{part:g} of {head_dim} channels are {int(head_dim * part)}, an odd number; transformers rotates "
@@ -119,7 +190,7 @@ def nope_if_unrotated(encoding: Rotary, head_dim: int) -> Rotary:
 
 
 def write_rope(
-    encoding: Rotary, head_dim: int, length: int, family: Family, max_length: int | None = None
+    encoding: Rotary, head_dim: int, length: int, keys: RopeKeys, max_length: int | None = None
 ) -> dict[str, Any]:
     """The keys of `config.json` for the encoding of all rotating layers, for both majors of transformers.
 
@@ -135,12 +206,12 @@ def write_rope(
       ConfigError: a `max_length` for an encoding whose scaling declares a length (PI, dynamic NTK, YaRN).
     """
     if isinstance(encoding, NoPE):
-        return _keys(family, 10000.0, {"rope_type": "linear", "factor": NO_ROTATION}, max_length or length)
+        return _keys(keys, 10000.0, {"rope_type": "linear", "factor": NO_ROTATION}, max_length or length)
     part, named = 1.0, encoding
-    if isinstance(encoding, PartialRope) and family.neox:
+    if isinstance(encoding, PartialRope) and keys.partial:
         part, named = _even_part(encoding, head_dim), Rope(encoding.base, 1.0, encoding.scaling)
     if isinstance(named, PartialRope) or named.fraction != 1:
-        return _by_table(encoding, head_dim, length, family, max_length)
+        return _by_table(encoding, head_dim, length, keys, max_length)
     base, scaling = named.base, named.scaling
     rope: dict[str, Any] = {"rope_type": "default"}
     reach = longest(encoding, length)
@@ -183,8 +254,8 @@ def write_rope(
             f"TOKENS / {scaling.original_length})."
         )
     elif scaling is not None:
-        return _by_table(encoding, head_dim, length, family, max_length)
-    return _keys(family, base, rope, max_length or reach, part)
+        return _by_table(encoding, head_dim, length, keys, max_length)
+    return _keys(keys, base, rope, max_length or reach, part)
 
 
 def longest(encoding: Rotary, length: int) -> int:
@@ -224,7 +295,7 @@ def _named(kind: str, scaling: Scaling, *fields: str) -> dict[str, Any]:
 
 
 def _by_table(
-    encoding: Rope | PartialRope, head_dim: int, length: int, family: Family, max_length: int | None
+    encoding: Rope | PartialRope, head_dim: int, length: int, keys: RopeKeys, max_length: int | None
 ) -> dict[str, Any]:
     """The frequencies of `encoding` as LongRoPE's table: w_i = 1 / (table_i base^(2i/K))."""
     inv_freq, gain = frequencies(encoding, head_dim)
@@ -246,22 +317,22 @@ def _by_table(
     original = getattr(encoding.scaling, "original_length", length)
     factor = longest(encoding, length) / original
     scaling = LongRope(table, table, original, max(1.0, factor), float(gain[0]))
-    return write_rope(Rope(encoding.base, 1.0, scaling), head_dim, length, family, max_length)
+    return write_rope(Rope(encoding.base, 1.0, scaling), head_dim, length, keys, max_length)
 
 
-def _keys(family: Family, base: float, rope: dict[str, Any], reach: int, part: float = 1.0) -> dict[str, Any]:
+def _keys(keys: RopeKeys, base: float, rope: dict[str, Any], reach: int, part: float = 1.0) -> dict[str, Any]:
     """The same keys in both schemas."""
     plain = rope["rope_type"] == "default"
     new = {"rope_theta": base, **rope}
-    keys: dict[str, Any] = {"max_position_embeddings": reach, "rope_theta": base}
-    if family.neox:
-        keys |= {"rotary_emb_base": base, "rotary_pct": part, "partial_rotary_factor": part}
+    found: dict[str, Any] = {keys.length_key: reach, "rope_theta": base, keys.theta_key: base}
+    if keys.partial:
+        found |= {keys.fraction_key: part, "partial_rotary_factor": part}
         new["partial_rotary_factor"] = part
-    keys |= {"rope_parameters": new, "rope_scaling": None if plain else dict(rope)}
+    found |= {"rope_parameters": new, "rope_scaling": None if plain else dict(rope)}
     if rope["rope_type"] == "longrope":
         # transformers 4 reads this key outside of the others.
-        keys["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
-    return keys
+        found["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
+    return found
 
 
 def _number(values: Mapping[str, Any], key: str, default: Any = None) -> float:

@@ -14,12 +14,12 @@ from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from jaxtyping import Shaped
 
-from pe_lab.checkpoints.families import LAYERS, Tensor, TensorTable, leaf_paths
+from pe_lab.checkpoints.families import LAYERS, Tensor, TensorTable, canonical_leaf, leaf_paths
 from pe_lab.config import ModelConfig
 from pe_lab.errors import CheckpointError
 from pe_lab.model import Model, Params
 from pe_lab.parallel import AxisRules
-from pe_lab.positional import Layer, Layout
+from pe_lab.positional import Layer, Layout, layer_hooks
 from pe_lab.storage import AnyPath
 
 ROW_BYTES = 2**28  # of an embedding, read at once
@@ -39,7 +39,10 @@ class CheckpointSource(ABC):
 
     @abstractmethod
     def read(self, leaf: str, layer: int | None = None, rows: slice = slice(None)) -> Shaped[np.ndarray, "..."]:
-        """One leaf of one layer, or `rows` of one without layers; `CheckpointError` if it is damaged or not finite."""
+        """One leaf of one layer, or `rows` of one without layers; `CheckpointError` if it is damaged or not finite.
+
+        `layer` is the place in the stack of the leaf: of an encoding's parameters, among the layers that have it.
+        """
 
     def read_block(self, leaf: str, block: slice) -> Shaped[np.ndarray, "..."]:
         """One of the `blocks` of a leaf."""
@@ -50,7 +53,7 @@ class TensorSource(CheckpointSource):
     """A checkpoint of external tensors. A subclass calls `match`, sets `_layout`, and reads a tensor by `_tensor`."""
 
     _layout: Layout
-    _by_leaf: dict[tuple[str, int | None], Tensor]
+    _by_leaf: dict[tuple[str, int | None], list[Tensor]]  # several: one for each row of the leaf
     _last: tuple[str, np.ndarray] | None = None  # name and content of a tensor that holds several leaves
 
     def match(self, table: TensorTable, stored: Mapping[str, tuple[int, ...]], name: str, config: str) -> list[str]:
@@ -61,7 +64,7 @@ class TensorSource(CheckpointSource):
         Raises:
           CheckpointError: a tensor is missing, or has another shape than the model's.
         """
-        tensors = table.tensors(self.model)
+        tensors = table.tensors(self.model, self.layers)
         missing = [tensor.name for tensor in tensors if tensor.name not in stored]
         if missing:
             raise CheckpointError(f"{self.path} lacks {listing(missing)}, which {name} has.")
@@ -71,7 +74,10 @@ class TensorSource(CheckpointSource):
                     f"{self.path}: tensor '{tensor.name}' has shape {list(stored[tensor.name])}, and {config} gives "
                     f"{list(tensor.shape)}."
                 )
-        self._by_leaf = {(path, tensor.layer): tensor for tensor in tensors for path in tensor.paths}
+        self._by_leaf = {}
+        for tensor in tensors:
+            for path in tensor.paths:
+                self._by_leaf.setdefault((path, tensor.index), []).append(tensor)
         known = {tensor.name for tensor in tensors}
         return [name for name in stored if name not in known and not name.endswith(table.ignored)]
 
@@ -81,7 +87,10 @@ class TensorSource(CheckpointSource):
 
     def read(self, leaf: str, layer: int | None = None, rows: slice = slice(None)) -> Shaped[np.ndarray, "..."]:
         """See `CheckpointSource`."""
-        tensor = self._by_leaf[leaf, layer]
+        tensor, *others = self._by_leaf[leaf, layer]
+        if others:
+            each = [check_finite(self._tensor(one.name), one.name, self.display_name) for one in (tensor, *others)]
+            return canonical_leaf(leaf, np.stack(each), self._layout)
         if rows != slice(None):
             return check_finite(self._tensor(tensor.name, rows), tensor.name, self.display_name)
         if self._last is None or self._last[0] != tensor.name:
@@ -142,7 +151,7 @@ def parameter_shardings(model: Model, mesh: Mesh | None, rules: AxisRules | None
 
 def place(source: CheckpointSource, mesh: Mesh | None = None, rules: AxisRules | None = None) -> Params:
     """The parameters as float32 arrays on the first device, or sharded over a mesh, read one tensor at a time."""
-    model = Model(source.model)
+    model = Model(source.model, hooks=layer_hooks(source.layers, source.model.heads))
     where = leaf_paths(parameter_shardings(model, mesh, rules))
     shapes = leaf_paths(model.shapes)
     return nested({path: _assemble(source, path, leaf.shape, where[path]) for path, leaf in shapes.items()})

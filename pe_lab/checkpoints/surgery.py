@@ -26,6 +26,7 @@ from pe_lab.config import ModelConfig
 from pe_lab.errors import ConfigError
 from pe_lab.model import Model, Params
 from pe_lab.model.decoder import layer_arrays
+from pe_lab.model.layer_pass import embed
 from pe_lab.model.learned import carried, learned_of_layer, split_layers
 from pe_lab.positional import Layer, LayerStructure, Schedule, label, layer_hooks, rotate
 from pe_lab.positional.codec import ranges
@@ -207,17 +208,24 @@ def _with_norms_of(before: Model, after: Model, init: str, params: Params) -> Pa
         norm = attention.pop(f"{side}_norm", None)
         shape = after.shapes["layers"]["attention"].get(f"{side}_norm")
         if norm is not None:
-            scale = norm["scale"] if norm["scale"].ndim == 3 else norm["scale"][:, None]  # [N, heads or 1, K]
+            scale = norm["scale"] + _offset(before.config)
+            scale = scale if scale.ndim == 3 else scale[:, None]  # [N, heads or 1, K]
             scale = jnp.broadcast_to(scale, (scale.shape[0], axis, scale.shape[2]))
         if shape is None:
             if norm is not None:
                 attention = _multiplied(attention, side, scale)
         elif norm is None or init == "ones":
-            attention[f"{side}_norm"] = {"scale": jnp.ones(shape["scale"].shape, jnp.float32)}
+            ones = jnp.ones(shape["scale"].shape, jnp.float32)
+            attention[f"{side}_norm"] = {"scale": ones - _offset(after.config)}
         else:
             flat = len(shape["scale"].shape) == 3
-            attention[f"{side}_norm"] = {"scale": scale if flat else scale.mean(1)}
+            attention[f"{side}_norm"] = {"scale": (scale if flat else scale.mean(1)) - _offset(after.config)}
     return {**params, "layers": {**params["layers"], "attention": attention}}
+
+
+def _offset(config: ModelConfig) -> float:
+    """What a QK-norm adds to its stored scale (Gemma 3)."""
+    return 1.0 if config.norm == "rms_plus_one" and config.qk_norm != "layer_heads" else 0.0
 
 
 def _multiplied(attention: Params, side: str, scale: Float[Array, "N heads K"]) -> Params:
@@ -232,7 +240,7 @@ def _scaled(after: Model, params: Params, constants: Float[Array, "N H"]) -> Par
     """Parameters whose logits are multiplied by a constant per layer and query head."""
     attention, config = dict(params["layers"]["attention"]), after.config
     groups = constants.reshape(constants.shape[0], config.kv_heads, -1)
-    both = config.qk_norm in ("none", "head", "flat")
+    both = config.qk_norm in ("none", "head", "flat", "layer_heads")
     keys = jnp.sqrt(groups.mean(-1)) if both else jnp.ones(groups.shape[:2])
     queries = (groups / keys[..., None]).reshape(constants.shape)
     for side, factor in (("query", queries), ("key", keys))[: 1 + both]:
@@ -242,7 +250,8 @@ def _scaled(after: Model, params: Params, constants: Float[Array, "N H"]) -> Par
         else:
             # Heads that share a scale have the same constant.
             per = factor[..., None] if norm["scale"].ndim == 3 else factor[:, :1]
-            attention[f"{side}_norm"] = {"scale": (norm["scale"] * per).astype(jnp.float32)}
+            one = _offset(config)
+            attention[f"{side}_norm"] = {"scale": ((norm["scale"] + one) * per - one).astype(jnp.float32)}
     return {**params, "layers": {**params["layers"], "attention": attention}}
 
 
@@ -266,7 +275,7 @@ def _logit_sums(
     ) -> tuple[jax.Array, jax.Array]:
         encoding = before.layer_encoding(arrays, structure, positions, learned=learned)
         block = before.block(old)
-        read = block.attention_norm(x)
+        read = block.attention_input(x)
         inputs, _ = hook_inputs(encoding.hooks, read, segments=segments)
         pairs = [
             encode(encoding.hooks, *b.attention.queries_keys_values(read)[:2], positions, inputs)
@@ -276,7 +285,7 @@ def _logit_sums(
         return block(x, encoding, positions, segments, structure.window)[0], sums
 
     schedule = jax.tree.map(jnp.asarray, schedule)
-    x, found = jax.jit(before.embed)(params, batch["tokens"]), []
+    x, found = embed(before, params, batch["tokens"], schedule, positions), []
     for n, structure in enumerate(schedule.structure):
         old, new = (split_layers(one["layers"])[0] for one in (params, changed))
         at = jax.tree.map(lambda a, n=n: a[n], (old, new, layer_arrays(schedule)))

@@ -275,7 +275,8 @@ def forward_chunk(
     """The output of the last layer for new tokens, and the cache after they are written.
 
     Args:
-      params: {"token_embedder": as in the model, "layers": from `arrange_layers`}.
+      params: {"token_embedder": as in the model, "positional": its `layers.positional`, "layers": from
+        `arrange_layers`}.
       cache: from `allocate`.
       schedule: the positional encoding, of the structure in the cache's layout.
       kernel: attends to caches; None: XLA does.
@@ -362,7 +363,7 @@ def forward_chunk(
         x, new, _ = model.block(block_params).attend_by(x, attend)
         return x, new
 
-    x = model.embed(params, chunk.tokens)
+    x = model.embed(params, chunk.tokens, positions, schedule, params["positional"])
     data = arrange(layer_arrays(schedule), layout.repetitions)
     after = []
     for repetition, slots, repeated_params, repeated_arrays in zip(

@@ -19,6 +19,7 @@ from pe_lab.attention.hooks import Hooks, cached_sizes, index_positions
 from pe_lab.config import ModelConfig
 from pe_lab.errors import ConfigError, call
 from pe_lab.model.learned import (
+    added_to_embeddings,
     check_learned,
     init_encoding,
     learned_encodings,
@@ -156,10 +157,10 @@ class Model:
         tokens, positions, segments, places = _reordered(tokens, positions, segments)
         at = jnp.asarray(index_positions(tokens.shape[1])) if positions is None else positions
         schedule = jax.tree.map(lambda a: jax.lax.stop_gradient(jnp.asarray(a)), schedule)
-        x = self.embed(params, tokens)
         shared = self.shared_tables(schedule, at)  # outside the scan
         block_params, learned = split_layers(params["layers"])
-        check_learned(learned, schedule.structure)
+        check_learned(learned, schedule.hooks)
+        x = self.embed(params, tokens, at, schedule, learned)
         data = (block_params, layer_arrays(schedule))
 
         def layer(x: jax.Array, data: Any, learned: Any, structure: LayerStructure) -> tuple[jax.Array, Any, Auxiliary]:
@@ -204,9 +205,17 @@ class Model:
         """The input of the head, from the output of the last layer: the final norm, times the logit multiplier."""
         return nnx.merge(self._embedder, params["token_embedder"]).output(x)
 
-    def embed(self, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """The input of the first layer, in the compute dtype."""
+    def embed(
+        self,
+        params: Params,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "#B T"],
+        schedule: Schedule,
+        learned: Mapping[str, Params],
+    ) -> Float[Array, "B T D"]:
+        """The input of the first layer, in the compute dtype; `learned`: `layers.positional`."""
         x = nnx.merge(self._embedder, params["token_embedder"]).embed(tokens, jnp.dtype(self.config.dtype))
+        x = added_to_embeddings(learned, schedule, x, positions)
         return constrain(x, "batch", "length", "activation_embed")
 
     def block(self, block_params: Params) -> Block:

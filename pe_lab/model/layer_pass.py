@@ -92,7 +92,7 @@ def layer_pass(
     jax.eval_shape(functools.partial(model.hidden, schedule=schedule), params, tokens, positions, segments)
     chosen = checked_layers(model.config.layers, layers)
     run = _runner(model, params, schedule, positions, segments)
-    return _measured(run, functools.partial(embed, model, params, jnp.asarray(tokens)), measure, chosen, data)
+    return _measured(run, functools.partial(embed, model, params, tokens, schedule, positions), measure, chosen, data)
 
 
 def advance(
@@ -137,10 +137,21 @@ def _measured(run, first, measure, chosen, data):  # noqa: ANN001, ANN202
             yield n, jax.device_get(found)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def embed(model: Model, params: Params, tokens: Int[jax.Array, "B T"]) -> Float[jax.Array, "B T D"]:
+def embed(
+    model: Model,
+    params: Params,
+    tokens: Int[Array | np.ndarray, "B T"],
+    schedule: Schedule,
+    positions: Int[Array | np.ndarray, "#B T"] | None = None,
+) -> Float[jax.Array, "B T D"]:
     """The residual stream at the input of layer 0."""
-    return model.embed(params, tokens)
+    at = np.arange(tokens.shape[1], dtype=np.int32)[None] if positions is None else positions
+    return _embed(model, params, jnp.asarray(tokens), jnp.asarray(at), schedule)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _embed(model: Model, params: Params, tokens: Any, positions: Any, schedule: Schedule) -> jax.Array:
+    return model.embed(params, tokens, positions, schedule, split_layers(params["layers"])[1])
 
 
 def _runner(

@@ -9,12 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
 from pe_lab.errors import ConfigError
 from pe_lab.model.shape import Repetition
-from pe_lab.positional import Encoding, HeadShape, LayerHooks, LayerStructure
+from pe_lab.positional import Encoding, HeadShape, LayerHooks, LayerStructure, Schedule
 from pe_lab.positional.codec import ranges
-from pe_lab.positional.hooks import initial, parameter_settings
+from pe_lab.positional.hooks import acts_in_layers, call_for_array, initial, parameter_settings
 from pe_lab.positional.registry import registered_name
 
 Params = dict[str, Any]
@@ -37,9 +38,28 @@ def learned_encodings(
     return found
 
 
-def check_learned(learned: Mapping[str, Params], structure: Sequence[LayerStructure]) -> None:
-    """Raises a `ConfigError` if the parameters of encodings are not those that a schedule needs."""
-    wanted = {name: len(layers) for name, (_, layers) in learned_encodings([one.hooks for one in structure]).items()}
+def added_to_embeddings(
+    learned: Mapping[str, Params], schedule: Schedule, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]
+) -> Float[Array, "B T D"]:
+    """The embeddings x after the `embed` hooks of a schedule, in the dtype of x; `learned`: `layers.positional`."""
+    for n, (encoding, name, _) in schedule.embeddings:
+        params = {}
+        if name is not None:
+            at = learned_encodings(schedule.hooks)[name][1].index(n)
+            params = jax.tree.map(lambda a, at=at: a[at], learned[name])
+        found = call_for_array(encoding, "embed", params, x, positions)
+        if found.shape != x.shape:
+            raise ConfigError(
+                f"{type(encoding).__name__}.embed returned shape {list(found.shape)}; it must return [B, T, D], which "
+                f"is {list(x.shape)}."
+            )
+        x = found.astype(x.dtype)
+    return x
+
+
+def check_learned(learned: Mapping[str, Params], hooks: Sequence[tuple[LayerHooks, ...]]) -> None:
+    """Raises a `ConfigError` if the parameters of encodings are not those that a schedule's hooks need."""
+    wanted = {name: len(layers) for name, (_, layers) in learned_encodings(hooks).items()}
     for name, count in wanted.items():
         if name not in learned:
             raise ConfigError(
@@ -133,13 +153,17 @@ def carried(
     places = {key: layers for key, (_, layers) in learned_encodings(before).items()}
 
     def former(n: int, name: str) -> tuple[str, int] | None:
-        """The key and the place of the parent's parameters of layer n of an encoding with the same name and shapes."""
+        """The key and the place of the parent's parameters of layer n of an encoding with the same name and shapes.
+
+        What is added to the embeddings has them on any layer.
+        """
         encoding, _ = learns[name]
         wanted = {field: one.value.shape for field, one in settings[name].items()}
-        for one, key, _ in before[n]:
-            same = key is not None and registered_name(one) == registered_name(encoding)
-            if same and {field: leaf.shape[1:] for field, leaf in old[key].items()} == wanted:
-                return key, places[key].index(n)
+        for m in [n] if acts_in_layers(encoding) else range(len(before)):
+            for one, key, _ in before[m]:
+                same = key is not None and registered_name(one) == registered_name(encoding)
+                if same and {field: leaf.shape[1:] for field, leaf in old[key].items()} == wanted:
+                    return key, places[key].index(m)
         return None
 
     kept = {name: [former(n, name) for n in layers] for name, (_, layers) in learns.items()}

@@ -22,6 +22,7 @@ from pe_lab.config import ModelConfig
 from pe_lab.errors import UnsupportedError
 from pe_lab.model.cache import Cache, CacheLayout, Chunk, allocate, arrange_layers, forward_chunk, plan
 from pe_lab.model.decoder import Model, Params
+from pe_lab.model.learned import split_layers
 from pe_lab.model.loss import cross_entropy
 from pe_lab.model.sampling import Draw, choose
 from pe_lab.parallel import AxisRules, check_memory, fetch, put, use_mesh
@@ -160,8 +161,9 @@ class Programs:
         dtype = jnp.dtype(self.model.config.dtype)
 
         def cast(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
-            # Norms multiply in float32, and encodings choose their own precision.
-            if any(part.key == "positional" or "norm" in part.key for part in path) or x.dtype == dtype:
+            # Norms multiply, and logits have their bias, in float32; encodings choose their own precision.
+            kept = any(part.key in ("positional", "unembedding_bias") or "norm" in part.key for part in path)
+            if kept or x.dtype == dtype:
                 return x
             return x.astype(dtype)
 
@@ -178,7 +180,11 @@ class Programs:
                 weights.repetitions[key] = jax.tree.map(jax.device_put, views)
             else:
                 weights.repetitions[key] = arrange_layers(stacked, layout)
-        return {"token_embedder": weights.params["token_embedder"], "layers": weights.repetitions[key]}
+        return {
+            "token_embedder": weights.params["token_embedder"],
+            "positional": split_layers(weights.params["layers"])[1],
+            "layers": weights.repetitions[key],
+        }
 
     def layout(self, structure: Sequence[LayerStructure], follows: Sequence[bool], capacity: int) -> CacheLayout:
         """The layout of a cache for sequences of at most `capacity` tokens; see `cache.plan`.

@@ -96,6 +96,11 @@ class Encoding(CheckedFields):
         """Whether `frequencies` depends on the length of the sequence."""
         return False
 
+    @property
+    def max_length(self) -> int | None:
+        """The tokens of the longest sequence that it has positions for; None: any."""
+        return None
+
     def on(self, heads: tuple[int, ...]) -> Encoding:
         """The encoding that an edit gives to these query heads: itself, but where it depends on which they are."""
         return self
@@ -105,6 +110,13 @@ class Encoding(CheckedFields):
     def init(self, key: Array, shape: HeadShape) -> dict[str, Parameter]:
         """The parameters of one layer; those that change no function at their initial value let surgery add them."""
         return {}
+
+    def embed(self, params: Params, x: Hidden, positions: Positions) -> Hidden:
+        """The input of the first layer, from the embeddings x of the tokens.
+
+        It acts once, whichever layers have the encoding; `params` are those of the first of them.
+        """
+        raise NotImplementedError
 
     def running_sum(self, params: Params, x: Hidden, earlier: Earlier) -> Float[Array, "B T *sums"]:
         """A term per token. Its sum over the tokens of the document, up to and including each, replaces x in hooks.
@@ -154,13 +166,18 @@ class Encoding(CheckedFields):
         raise NotImplementedError
 
 
-Hook = Literal["running_sum", "encode", "bias", "key_bias", "logits", "sink", "output"]
-HOOKS: tuple[Hook, ...] = ("running_sum", "encode", "bias", "key_bias", "logits", "sink", "output")
+Hook = Literal["embed", "running_sum", "encode", "bias", "key_bias", "logits", "sink", "output"]
+HOOKS: tuple[Hook, ...] = ("embed", "running_sum", "encode", "bias", "key_bias", "logits", "sink", "output")
 
 
 def has(encoding: Encoding, hook: str) -> bool:
     """Whether a class overrides a hook."""
     return getattr(type(encoding), hook) is not getattr(Encoding, hook)
+
+
+def acts_in_layers(encoding: Encoding) -> bool:
+    """Whether a class has other hooks than `embed`."""
+    return any(has(encoding, hook) for hook in HOOKS if hook != "embed")
 
 
 class LayerHooks(NamedTuple):

@@ -116,6 +116,11 @@ class Layer:
                 f"Layer.extras: {type(extra).__name__} has {' and '.join(own)} of its own, so that it can only be the "
                 "layer's encoding. Make the others extras of it.",
             )
+        for edit in self.heads:
+            require(
+                not (isinstance(edit.to, Encoding) and has(edit.to, "embed")),
+                f"Layer.heads: {type(edit.to).__name__} is added to the embeddings, which no head has of its own.",
+            )
         acting = [one for _, one in self.acting() if has(one, "init")]
         twice = [one for n, one in enumerate(acting) if one in acting[:n]]
         require(not twice, f"Layer: {twice and type(twice[0]).__name__} acts on it twice; name it once.")

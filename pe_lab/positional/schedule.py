@@ -16,7 +16,7 @@ from jaxtyping import Float, UInt32
 from pe_lab.errors import ConfigError, call
 from pe_lab.positional.codec import label, ranges, ranges_by
 from pe_lab.positional.encodings import frequencies
-from pe_lab.positional.hooks import HOOKS, Encoding, LayerHooks, has
+from pe_lab.positional.hooks import HOOKS, Encoding, LayerHooks, acts_in_layers, has
 from pe_lab.positional.layers import Bands, Layer, Uniform
 from pe_lab.positional.registry import registered_name
 from pe_lab.positional.rotation import fixed_point_frequencies
@@ -37,7 +37,7 @@ class LayerStructure:
       window: see `Layer`.
       heads: `shared`: all heads have the same rotation; `grouped`: groups of query heads have different ones; `split`:
         heads of one group have different ones, so keys are rotated once per query head.
-      hooks: the encodings that are more than frequencies and slopes.
+      hooks: the encodings that are more than frequencies and slopes, and more than an addition to the embeddings.
     """
 
     rotates: bool = False
@@ -60,6 +60,7 @@ class Schedule:
       logit_scale: [N] factor on the attention logits (DroPE's beta).
       structure: one `LayerStructure` per layer.
       same_rotation: all layers that rotate have the same rotation, so one table serves them all.
+      embeddings: the encodings with an `embed` hook, each with the first layer that has it.
     """
 
     inv_freq: Float[ArrayLike, "N H R"]
@@ -69,6 +70,7 @@ class Schedule:
     logit_scale: Float[ArrayLike, " N"]
     structure: tuple[LayerStructure, ...] = field(metadata={"static": True})
     same_rotation: bool = field(default=False, metadata={"static": True})
+    embeddings: tuple[tuple[int, LayerHooks], ...] = field(default=(), metadata={"static": True})
 
     @property
     def num_layers(self) -> int:
@@ -76,8 +78,11 @@ class Schedule:
 
     @property
     def hooks(self) -> tuple[tuple[LayerHooks, ...], ...]:
-        """The encodings with hooks of every layer."""
-        return tuple(one.hooks for one in self.structure)
+        """The encodings with hooks of every layer, as in `layer_hooks`."""
+        of_layers = [one.hooks for one in self.structure]
+        for n, hook in self.embeddings:
+            of_layers[n] += () if hook in of_layers[n] else (hook,)
+        return tuple(of_layers)
 
     def _repr_html_(self) -> str:
         """The table of `describe` for notebooks, with the frequencies of each range of layers as a strip of grey."""
@@ -136,6 +141,13 @@ def build_schedule(
             f"{len(layers)} layers of {num_heads} heads of {head_dim} channels have {size:,} frequencies; a schedule "
             f"has at most {LARGEST:,}. Check layers, heads and head_dim."
         )
+    for layer in dict.fromkeys(layers):
+        for _, encoding in layer.acting():
+            if None not in (length, encoding.max_length) and length > encoding.max_length:
+                raise ConfigError(
+                    f"{label(layer)} has {encoding.max_length:,} positions, and the sequences have {length:,} tokens. "
+                    "Use shorter ones, or drop this encoding."
+                )
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ConfigError(f"{num_heads} query heads do not divide into {num_kv_heads} key-value heads.")
     # Most layers of a deep model are equal: compute each distinct one once.
@@ -147,9 +159,15 @@ def build_schedule(
     inv_freq, gain, slope = map(np.stack, parts)
     fixed_freq = fixed_point_frequencies(inv_freq)
     hooks = layer_hooks(layers, num_heads)
+    embeddings: dict[Encoding, tuple[int, LayerHooks]] = {}
+    for n, of_layer in enumerate(hooks):
+        for hook in of_layer:
+            if has(hook.encoding, "embed"):
+                embeddings.setdefault(hook.encoding, (n, hook))
+    in_layers = [tuple(hook for hook in of_layer if acts_in_layers(hook.encoding)) for of_layer in hooks]
     structure = [
         _structure(layer, *parts, num_kv_heads)
-        for layer, *parts in zip(layers, fixed_freq, gain, slope, hooks, strict=True)
+        for layer, *parts in zip(layers, fixed_freq, gain, slope, in_layers, strict=True)
     ]
     rotating = [n for n, s in enumerate(structure) if s.rotates]
     alike = {(fixed_freq[n].tobytes(), gain[n].tobytes()) for n in rotating}
@@ -161,6 +179,7 @@ def build_schedule(
         np.array([layer.scale_at(length) for layer in layers], np.float32),
         tuple(structure),
         same_rotation=len(alike) == 1,
+        embeddings=tuple(embeddings.values()),
     )
 
 
@@ -203,15 +222,19 @@ def layer_hooks(layers: Sequence[Layer], num_heads: int) -> list[tuple[LayerHook
     """The encodings with hooks of every layer, and the names of their parameters.
 
     Layers with the same description share an entry of `layers.positional`, which is stacked over them. Its name is that
-    of the encoding; another description of an encoding has a number after it, by its first layer (`t5_2`).
+    of the encoding; another description of an encoding has a number after it, by its first layer (`t5_2`). What is only
+    added to the embeddings is listed, and has parameters, on the first layer that has it alone.
     """
     names: dict[Encoding, str] = {}
+    embedded: set[Encoding] = set()
     found = []
     for layer in layers:
         of_layer = []
         for heads, encoding in layer.acting(num_heads):
-            if not any(has(encoding, hook) for hook in HOOKS):
+            if not any(has(encoding, hook) for hook in HOOKS) or encoding in embedded:
                 continue
+            if not acts_in_layers(encoding):
+                embedded.add(encoding)
             if has(encoding, "init") and encoding not in names:
                 name = registered_name(encoding)
                 others = sum(registered_name(one) == name for one in names)

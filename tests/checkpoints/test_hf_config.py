@@ -51,7 +51,7 @@ def test_what_a_file_leaves_out_is_what_transformers_takes():
     assert smollm3.model.tie_embeddings and gemma.model.tie_embeddings and not neox.model.tie_embeddings
     assert smollm3.layers == (Layer(Rope(2e6)),) * 3 + (Layer(NoPE()),)
     assert neox.layers == (Layer(PartialRope(10000.0, 0.25)),) * 4 and neox.layout == Layout("half", 2)
-    assert neox.model.parallel_block and neox.model.attention_bias and neox.model.norm_epsilon == 1e-5
+    assert neox.model.block == "parallel" and neox.model.attention_bias and neox.model.norm_epsilon == 1e-5
     assert neox.model.activation == "gelu" and gemma.model.activation == "gelu_tanh"
     assert read("qwen2").model.attention_bias and not read("qwen2").model.output_bias
     assert read("llama", num_key_value_heads=None, head_dim=None, rope_theta=None).model == llama.model
@@ -70,9 +70,9 @@ def test_keys_of_other_families_count_for_nothing():
 
 def test_neox_without_biases_has_none_in_its_attention():
     model = read("gpt_neox", attention_bias=False, use_parallel_residual=False, hidden_act="gelu_new").model
-    assert not model.attention_bias and not model.output_bias and model.mlp_bias and not model.parallel_block
+    assert not model.attention_bias and not model.output_bias and model.mlp_bias and model.block == "pre_norm"
     assert model.activation == "gelu_tanh"
-    names = [tensor.name for tensor in FAMILIES["gpt_neox"].table.tensors(model)]
+    names = [tensor.name for tensor in FAMILIES["gpt_neox"].tensors.tensors(model)]
     assert not [name for name in names if name.endswith(("query_key_value.bias", "attention.dense.bias"))]
     assert any(name.endswith("dense_4h_to_h.bias") for name in names)
 
@@ -93,7 +93,7 @@ def test_a_function_has_several_names():
     }
     for function, same in names.items():
         assert {read("gpt_neox", hidden_act=name).model.activation for name in same} == {function}
-    for other in ("gelu_10", "quick_gelu", "relu", "relu6", "mish"):
+    for other in ("gelu_10", "quick_gelu", "relu6", "mish"):
         with pytest.raises(UserError, match=f"hidden_act is '{other}', .* does not compute") as caught:
             read("gpt_neox", hidden_act=other)
         assert "Did you mean" not in str(caught.value)
@@ -151,13 +151,15 @@ def test_drope_has_a_flat_norm_where_it_says_so_and_where_its_tensors_do():
 REFUSED = {
     "unknown family": (
         {"model_type": "lama"},
-        "model_type is 'lama', an architecture that pe_lab does not compute. It computes llama, .*smollm3",
+        "model_type is 'lama', an architecture that pe_lab does not compute. It computes .*llama, .*smollm3",
     ),
     "a family with a name alike": (
         {"model_type": "qwen2_moe"},
         "under one of these names the weights would be another",
     ),
-    "no family": ({"model_type": None}, "an architecture that pe_lab does not compute. .*smollm3.*gemma"),
+    "no family": ({"model_type": None}, "an architecture that pe_lab does not compute. .*gemma.*smollm3"),
+    "experts by name": ({"model_type": "gpt_oss"}, "architecture that pe_lab does not compute: it has experts"),
+    "latent attention": ({"model_type": "deepseek_v3"}, "it has multi-head latent attention"),
     "quantized": ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is .*gptq"),
     "soft caps": ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
     "experts": ({"num_local_experts": 8}, "num_local_experts is 8"),
@@ -169,8 +171,8 @@ REFUSED = {
     "heads that do not divide": ({"num_attention_heads": 5}, "does not divide into 5 heads"),
     "groups that do not divide": ({"num_key_value_heads": 3}, "kv_heads must divide heads"),
     "an epsilon as text": ({"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'"),
-    "no epsilon": ({"rms_norm_eps": None}, "rms_norm_eps is None"),
-    "another activation": ({"hidden_act": "relu"}, "hidden_act is 'relu', a function that pe_lab does not compute"),
+    "no epsilon": ({"rms_norm_eps": None}, "rms_norm_eps is null"),
+    "another activation": ({"hidden_act": "relu6"}, "hidden_act is 'relu6', a function that pe_lab does not compute"),
     "an activation with a name alike": ({"hidden_act": "quick_gelu"}, "with one of these it would be another model"),
     "an activation of another family": ({"hidden_act": "gelu"}, "hidden_act is 'gelu', and LlamaForCausalLM has silu"),
     "an activation that is no text": ({"hidden_act": ["silu"]}, "hidden_act is"),
@@ -284,11 +286,19 @@ def test_edits_of_a_real_directory_change_what_is_computed(tmp_path):
         (
             {"rope_theta": 7.0, "rope_parameters": {"rope_type": "default", "rope_theta": 7.0}},
             {"rms_norm_eps": 0.5},
-            {"rope_scaling": {"type": "linear", "factor": 3.0}},
+            {"rope_scaling": {"type": "linear", "factor": 3.0}, "rope_parameters": None},
         )
     ):
         directory = copy_of("llama", tmp_path / str(n), **edit)
         assert abs(logits(open_checkpoint(directory), tokens) - expected).max() > 0.01, edit
-    edit_config(directory, rope_scaling=None, use_cache=False, transformers_version="4.0", torch_dtype="float64")
+    rope = {"rope_type": "default", "rope_theta": 500.0}
+    edit_config(
+        directory,
+        rope_scaling=None,
+        rope_parameters=rope,
+        use_cache=False,
+        transformers_version="4.0",
+        torch_dtype="float64",
+    )
     assert abs(logits(open_checkpoint(directory), tokens) - expected).max() <= 2e-4
     assert HuggingFaceSource(directory).model == HuggingFaceSource(DATA / "llama").model

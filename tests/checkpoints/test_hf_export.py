@@ -82,6 +82,8 @@ CHOSEN = {
     "that with windows": (with_(attention_bias=True), layers(Rope(), window=8), "qwen2"),
     "gemma": (GEMMA, layers(Rope()), "gemma"),
     "neox": (NEOX, layers(PartialRope()), "gpt_neox"),
+    "a base per layer": (LLAMA, layers(Rope(), Rope(500.0), NoPE()), "granite_swa"),
+    "bases and windows": (LLAMA, (Layer(Rope(), 8), Layer(Rope(500.0))) * 2, "granite_swa"),
     "heads that do not divide the width": (with_(heads=5, kv_heads=5, head_dim=8), layers(Rope()), "smollm3"),
 }
 
@@ -94,26 +96,30 @@ def test_the_architecture_that_says_it_all_is_chosen(case):
 
 
 REFUSED = {
-    "alibi": (LLAMA, layers(Alibi()), r"Alibi, which no architecture.*Nearest: rope, or no encoding \(drop\)"),
-    "notebook yarn": (LLAMA, layers(NotebookYarn()), "NotebookYarn, which no architecture.*Nearest: rope"),
-    "notebook bias": (LLAMA, layers(NotebookBias()), "NotebookBias, which no architecture.*Nearest: rope"),
+    "alibi": (LLAMA, layers(Alibi()), r"Alibi, which this architecture does not have. Nearest: rope, or no .*\(drop\)"),
+    "notebook yarn": (LLAMA, layers(NotebookYarn()), "NotebookYarn, which this arch.*Nearest: rope"),
+    "notebook bias": (LLAMA, layers(NotebookBias()), "NotebookBias, which this arch.*Nearest: rope"),
     "edited heads": (
         LLAMA,
         layers(Rope(), heads=(HeadEdit((0,), NoPE()),)),
         r"layer 0 has heads that differ \(1 edits\).*Nearest: the same layer with one encoding",
     ),
-    "two rotations": (LLAMA, layers(Rope(), Rope(500.0)), r"one rotation per model, and these layers have .*500"),
-    "two windows": (LLAMA, (Layer(Rope(), 8), Layer(Rope(), 16)) * 2, r"one window per model.*\[8, 16\]"),
+    "two rotations": (
+        LLAMA,
+        layers(Rope(), Rope(scaling=Yarn(4.0, 256))),
+        r"one rotation, and these layers have .*Yarn(.|\n)*granite_swa: its layers differ in their base alone",
+    ),
+    "two windows": (LLAMA, (Layer(Rope(), 8), Layer(Rope(), 16)) * 2, "one size of windows, and these .* have 8, 16"),
     "a flat norm": (with_(qk_norm="flat"), layers(Rope()), "Nearest: surgery --add-qk-norm=head, which Qwen3 has"),
     "a norm of queries": (with_(qk_norm="query_head"), layers(Rope()), "Nearest: surgery --add-qk-norm=head"),
     "a flat norm of queries": (with_(qk_norm="query_flat"), layers(Rope()), "Nearest: surgery --add-qk-norm=head"),
     "bare layers under a norm": (
         with_(qk_norm="head"),
         layers(Rope(), NoPE()),
-        "qwen3 rotates on all layers or on none",
+        "qwen3: it rotates on all layers or on none",
     ),
-    "bare layers in gemma": (GEMMA, layers(Rope(), NoPE()), "gemma rotates on all.*Nearest: --family=smollm3"),
-    "windows in neox": (NEOX, layers(Rope(), window=8), "gpt_neox has no sliding windows. Nearest"),
+    "bare layers in gemma": (GEMMA, layers(Rope(), NoPE()), "gemma: it rotates on all layers or on none"),
+    "windows in neox": (NEOX, layers(Rope(), window=8), "gpt_neox, falcon: it has no sliding windows"),
     "dynamic yarn": (LLAMA, layers(Rope(scaling=DynamicYarn(256))), "no dynamic YaRN. Nearest.*--length"),
     "bias on the output alone": (with_(output_bias=True), layers(Rope()), "together, or on none"),
     "a parallel llama": (with_(block="parallel"), layers(Rope()), "block is 'parallel', not 'pre_norm'"),
@@ -134,8 +140,9 @@ def test_an_architecture_that_is_asked_for_says_why_it_cannot():
         return str(caught.value)
 
     assert "qk_norm is 'head', not 'none'" in refused(with_(qk_norm="head"), layers(Rope()), "llama")
-    assert "llama rotates on all layers or on none, and here 2 of 4" in refused(LLAMA, layers(Rope(), NoPE()), "llama")
-    assert "drop it, or choose another" in refused(with_(qk_norm="flat"), layers(Rope()), "llama_drope")
+    bare = refused(LLAMA, layers(Rope(), NoPE()), "llama")
+    assert "llama cannot express these layers: it rotates on all layers or on none, and here 2 of 4" in bare
+    assert "without encoding: drop it" in refused(with_(qk_norm="flat"), layers(Rope()), "llama_drope")
     assert "kv_heads is 2, not heads 4" in refused(with_(NEOX, kv_heads=2), layers(Rope()), "gpt_neox")
     assert "attention_bias is False, not True" in refused(LLAMA, layers(Rope()), "qwen2")
     source = Memory(LLAMA, layers(Rope()))
@@ -276,7 +283,7 @@ def test_numbers_that_do_not_fit_are_refused(tmp_path):
 def test_a_refusal_names_the_checkpoint(monkeypatch):
     with pytest.raises(UserError, match="^memory: No architecture of transformers can express this model"):
         plan_export(Memory(LLAMA, layers(Alibi())))
-    table = TensorTable({k: v for k, v in FAMILIES["llama"].table.modules.items() if "mlp.up" not in k})
-    monkeypatch.setitem(FAMILIES, "llama", dataclasses.replace(FAMILIES["llama"], table=table))
+    table = TensorTable({k: v for k, v in FAMILIES["llama"].tensors.modules.items() if "mlp.up" not in k})
+    monkeypatch.setitem(FAMILIES, "llama", dataclasses.replace(FAMILIES["llama"], tensors=table))
     with pytest.raises(UserError, match="^memory: LlamaForCausalLM has no tensors for layers.mlp.up"):
         plan_export(Memory(LLAMA, layers(Rope())), "llama")

@@ -11,6 +11,7 @@ from pe_lab.checkpoints.surgery import change_qk_norm
 from pe_lab.config import ModelConfig
 from pe_lab.errors import UserError
 from pe_lab.model import Model
+from pe_lab.model.layer_pass import embed
 from pe_lab.positional import NoPE, Rope, build_schedule, layers
 
 T, H, G, K = 12, 4, 2, 8
@@ -70,7 +71,7 @@ def test_an_added_norm_is_as_close_as_a_constant_makes_it(batch, kind):
     config, child, told = change_qk_norm(CONFIG, params, kind, schedule, batch)
     assert config == dataclasses.replace(Model(CONFIG).config, qk_norm=kind)
     assert jax.tree.map(lambda a: a.shape, child) == jax.tree.map(lambda a: a.shape, Model(config).shapes)
-    x = Model(CONFIG).embed(params, batch["tokens"])  # layer 0 reads what it read before
+    x = embed(Model(CONFIG), params, batch["tokens"], schedule)  # layer 0 reads what it read before
     inv_freq = np.asarray(schedule.inv_freq[0, 0], np.float64)
     before = visible_logits(*pairs_of_layer(CONFIG, params, x, 0), inv_freq)
     after = visible_logits(*pairs_of_layer(config, child, x, 0), inv_freq)

@@ -1,6 +1,5 @@
 """Rotary encodings as config.json says them: written, read back from either schema, refused, overruled."""
 
-import dataclasses
 import json
 import math
 
@@ -9,8 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pe_lab.checkpoints.families import FAMILIES
-from pe_lab.checkpoints.rope_parameters import declared_length, read_rope, write_rope
+from pe_lab.checkpoints.rope_parameters import RopeKeys, declared_length, read_rope, write_rope
 from pe_lab.errors import UserError
 from pe_lab.positional import (
     NTK,
@@ -41,10 +39,10 @@ NEW = ("max_position_embeddings", "rope_parameters")
 
 
 def family(neox):
-    """GPT-NeoX or Llama with defaults that no family has: what is not written shows."""
     if neox:
-        return dataclasses.replace(FAMILIES["gpt_neox"], theta=123.0, fraction=0.125)
-    return dataclasses.replace(FAMILIES["llama"], theta=123.0)
+        names = dict(theta_key="rotary_emb_base", fraction_key="rotary_pct")
+        return RopeKeys(theta=123.0, fraction=0.125, partial=True, **names)
+    return RopeKeys(theta=123.0)
 
 
 def read(config, head_dim=64, neox=False):
@@ -200,22 +198,33 @@ def test_what_cannot_be_said_names_the_nearest_that_can(case):
         write_rope(encoding, 64, LENGTH, family(neox))
 
 
-def test_transformers_5_decides_where_keys_contradict_each_other():
+def test_keys_that_contradict_each_other_are_refused():
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
-    both = {"rope_scaling": yarn, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}}
-    # rope_scaling replaces rope_parameters whole: a base inside of the latter is gone with it.
-    assert read(both | {"rope_theta": 1e6})[0] == Rope(1e6, 1.0, Yarn(4.0, 512))
-    assert read(both)[0].base == 123.0
-    assert read({"rope_theta": 1e6, "rope_parameters": {"rope_theta": 5e5}})[0] == Rope(5e5)
-    assert (
-        read({"rope_theta": 1e6, "rope_scaling": {"rope_theta": 5e5, "type": "linear", "factor": 2.0}})[0].base == 5e5
-    )
+    linear = {"rope_type": "linear", "factor": 2.0}
+    contradictions = {
+        "rope_type is 'yarn' by rope_scaling, and 'linear' in rope_parameters": dict(
+            rope_scaling=yarn, rope_parameters={"rope_type": "linear", "rope_theta": 5e5}
+        ),
+        "factor is 2.0 by rope_scaling, and 4.0 in rope_parameters": dict(
+            rope_scaling=linear, rope_parameters=linear | {"factor": 4.0}
+        ),
+        "rope_theta is 1000000.0 by rope_theta, and 500000.0 in rope_parameters": dict(
+            rope_theta=1e6, rope_parameters={"rope_theta": 5e5}
+        ),
+        "rope_theta is 1000000.0 by rope_theta, and 500000.0 in rope_scaling": dict(
+            rope_theta=1e6, rope_scaling=linear | {"rope_theta": 5e5}
+        ),
+        "original_max_position_embeddings is 256, and 512 in the rope parameters": dict(
+            rope_scaling=yarn, original_max_position_embeddings=256
+        ),
+    }
+    for message, config in contradictions.items():
+        with pytest.raises(UserError, match=message):
+            read(config)
+    # The same in two places, and what one place leaves out, is no contradiction.
+    both = dict(rope_scaling=linear | {"type": "linear"}, rope_parameters=linear | {"rope_theta": 5e5}, rope_theta=5e5)
+    assert read(both)[0] == Rope(5e5, 1.0, PI(2.0))
     assert read({"rope_theta": 1e6, "rope_scaling": None, "rope_parameters": {"rope_type": "default"}})[0] == Rope(1e6)
-    # The original length beside the others counts before the one inside.
-    assert read({"rope_scaling": yarn, "original_max_position_embeddings": 256}) == (
-        Rope(123.0, 1.0, Yarn(4.0, 256)),
-        256,
-    )
 
 
 def test_a_family_reads_its_own_names_and_no_others():
@@ -251,14 +260,14 @@ def test_parameters_by_layer_type_are_refused():
     ):
         for key in ("rope_parameters", "rope_scaling"):
             with pytest.raises(
-                UserError, match=r"types of layers \(full_attention.* LlamaForCausalLM has one rotation"
+                UserError, match=r"types of layers \(full_attention.* this architecture has one rotation"
             ):
                 read({key: nested})
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
 DAMAGED = {
-    "factor missing": ({"rope_scaling": {"type": "linear"}}, "need 'factor', and have type"),
+    "factor missing": ({"rope_scaling": {"type": "linear"}}, "need 'factor', and have rope_type"),
     "factor a text": ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor is '2'; it must be a number"),
     "factor a truth": ({"rope_scaling": {"type": "dynamic", "factor": True}}, "factor is True"),
     "factor below 1": ({"rope_scaling": {"type": "linear", "factor": 0.5}}, r"PI\.factor is 0.5"),

@@ -18,6 +18,7 @@ from pe_lab.lab.theory.rotary import softmax
 from pe_lab.lab.theory.statement import Statement, statement
 from pe_lab.model import Model, Params
 from pe_lab.model.decoder import layer_arrays
+from pe_lab.model.layer_pass import embed
 from pe_lab.positional import Encoding, Layer, LayerStructure, NoPE, Rope, Schedule, build_schedule, frequencies
 
 PAPER = "DroPE"
@@ -81,7 +82,7 @@ def constant_sequence(seed: int) -> Iterator[Statement]:
     rng = np.random.default_rng((seed, 32))
     constant = np.full((1, LENGTH), 7, np.int32)
     varied, targets = (rng.integers(0, VOCABULARY, (1, LENGTH)).astype(np.int32) for _ in range(2))
-    embedded = np.asarray(model.embed(params, jnp.asarray(constant)))
+    embedded = np.asarray(embed(model, params, constant, schedule_of(NoPE())))
     uniform = np.tri(LENGTH) / np.arange(1, LENGTH + 1)[:, None]
     found = {}
     for name, encoding in (("nope", NoPE()), ("rope", Rope())):

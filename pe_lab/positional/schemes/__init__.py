@@ -3,6 +3,7 @@
 Golden values made by their authors' code are in tests/data/encoding_golden.npz.
 """
 
+from pe_lab.positional.schemes.absolute import LearnedPositions, Sinusoidal
 from pe_lab.positional.schemes.biases import (
     ContextualPosition,
     Fire,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from pe_lab.config import OMIT_DEFAULT
 from pe_lab.positional.hooks import (
     Encoding,
     HeadShape,
@@ -67,13 +68,14 @@ class SSMax(Encoding):
 @register("llama4_temperature")
 @dataclass(frozen=True)
 class Llama4Temperature(Encoding):
-    """Llama 4's temperature (transformers, `Llama4TextAttention`): queries times 1 + a ln(1 + floor(n / f)).
+    """Llama 4's temperature (transformers, `Llama4TextAttention`): queries times 1 + a ln(1 + floor((n + o) / f)).
 
-    No parameters; positions below f - 1 are not changed. Llama 4 has it on its layers without rotation only.
+    No parameters; positions below f - o are not changed. Llama 4 has it on its layers without rotation only.
 
     Attributes:
       attn_scale: a.
       floor_scale: f, in tokens.
+      offset: o; 1 in Llama 4, 0 in Ministral 3.
     """
 
     display_name = "Llama 4's temperature"
@@ -81,14 +83,16 @@ class Llama4Temperature(Encoding):
 
     attn_scale: float = 0.1
     floor_scale: int = 8192
+    offset: int = field(default=1, metadata=OMIT_DEFAULT)
 
     limits: ClassVar[Limits] = {
         "attn_scale": (lambda x: 0 <= x <= 1e6, "it must lie in [0, 1e6]."),
         "floor_scale": (lambda x: 1 <= x < 2**31 and x == int(x), "give a whole number of tokens from 1."),
+        "offset": (lambda x: x in (0, 1), "give 0 or 1."),
     }
 
     def encode(self, params: Params, q: Queries, k: Keys, positions: Positions, x: Hidden) -> tuple[Queries, Keys]:
-        steps = (positions + 1) // np.int32(self.floor_scale)
+        steps = (positions + self.offset) // np.int32(self.floor_scale)
         factor = 1 + self.attn_scale * jnp.log1p(steps.astype(jnp.float32))
         return q * factor[..., None, None], k
 
