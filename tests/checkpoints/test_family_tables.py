@@ -20,7 +20,7 @@ from pe_lab.errors import UserError
 from pe_lab.model import complete
 from pe_lab.positional import CANONICAL, Layer, Layout, LearnedPositions, LearnedSink, NoPE, frequencies
 
-TOLERANCE = 2e-4
+TOLERANCE = 2e-5
 
 
 def difference(directory, name) -> float:

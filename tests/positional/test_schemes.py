@@ -41,12 +41,14 @@ from pe_lab.positional import (
     Layer,
     Layout,
     LearnedAlibi,
+    LearnedPositions,
     LearnedSink,
     Llama4Temperature,
     NoPE,
     PoPE,
     Rope,
     SelectiveRope,
+    Sinusoidal,
     SSMax,
     T5Bias,
     XPos,
@@ -322,6 +324,8 @@ SCHEMES = [
     XSA(),
     GatedXSA(),
     LearnedSink(),
+    LearnedPositions(64),
+    Sinusoidal(),
     function(apply_p_rope, rope_percentage=0.75),
 ]
 SHAPE = dict(
