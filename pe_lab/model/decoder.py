@@ -154,6 +154,7 @@ class Model:
                 f"The schedule is for {schedule.inv_freq.shape[1]} heads of {2 * schedule.inv_freq.shape[2]} "
                 f"channels, and the model has {config.heads} of {config.head_dim}."
             )
+        schedule.check_length(tokens.shape[1])
         tokens, positions, segments, places = _reordered(tokens, positions, segments)
         at = jnp.asarray(index_positions(tokens.shape[1])) if positions is None else positions
         schedule = jax.tree.map(lambda a: jax.lax.stop_gradient(jnp.asarray(a)), schedule)

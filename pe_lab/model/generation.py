@@ -338,6 +338,8 @@ class _GenerationBatch:
         self._prompts = [*prompts, *[prompts[-1]] * fill]
         numbers = [*numbers, *[0] * fill]
         self._capacity = request.capacity(prompts)
+        longest = max(map(len, prompts)) + request.max_new_tokens
+        schedules.at(longest).check_length(longest)
         self._draw, self._rows = programs.place((request.sampling.arrays(), np.asarray(numbers, np.int32)))
         self._new: list[Any] = []  # tokens chosen so far, [B] each, on the device until they are read
         self._stale = 0  # tokens with another schedule than the cache

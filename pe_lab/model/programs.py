@@ -320,6 +320,7 @@ class ChunkedForward(Programs):
     def _begin(self, params: Params, tokens: np.ndarray, schedule: Schedule) -> tuple[Any, Cache, Schedule]:
         """The weights as `forward` takes them, an empty cache, and the schedule on the devices."""
         count, length = tokens.shape
+        schedule.check_length(length)
         # The capacity is a multiple of a quarter of the next power of two: for few programs, and little unused memory.
         unit = max(self.chunk, 1 << max(0, (length - 1).bit_length() - 2))
         layout = self.layout(schedule.structure, (False,) * schedule.num_layers, -(-length // unit) * unit)

@@ -84,6 +84,15 @@ class Schedule:
             of_layers[n] += () if hook in of_layers[n] else (hook,)
         return tuple(of_layers)
 
+    def check_length(self, length: int) -> None:
+        """Raises a `ConfigError` for sequences of more tokens than an encoding has positions for."""
+        for encoding in dict.fromkeys(hook.encoding for of_layer in self.hooks for hook in of_layer):
+            if encoding.max_length is not None and length > encoding.max_length:
+                raise ConfigError(
+                    f"{registered_name(encoding)} has {encoding.max_length:,} positions, and the sequences have {length:,} "
+                    "tokens. Use shorter ones, or drop it."
+                )
+
     def _repr_html_(self) -> str:
         """The table of `describe` for notebooks, with the frequencies of each range of layers as a strip of grey."""
         header, rows, first = _described(self, None)
@@ -132,7 +141,7 @@ def build_schedule(
       A `Schedule` with the least structure that these layers need: a layer without rotation has none compiled.
 
     Raises:
-      ConfigError: no layers or heads, G does not divide H, or an encoding does not fit.
+      ConfigError: no layers or heads, G does not divide H, or an encoding does not fit, or has too few positions.
     """
     if not layers or num_heads < 1:
         raise ConfigError(f"A schedule needs layers and heads, and has {len(layers)} layers and {num_heads} heads.")
@@ -141,13 +150,6 @@ def build_schedule(
             f"{len(layers)} layers of {num_heads} heads of {head_dim} channels have {size:,} frequencies; a schedule "
             f"has at most {LARGEST:,}. Check layers, heads and head_dim."
         )
-    for layer in dict.fromkeys(layers):
-        for _, encoding in layer.acting():
-            if None not in (length, encoding.max_length) and length > encoding.max_length:
-                raise ConfigError(
-                    f"{label(layer)} has {encoding.max_length:,} positions, and the sequences have {length:,} tokens. "
-                    "Use shorter ones, or drop this encoding."
-                )
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ConfigError(f"{num_heads} query heads do not divide into {num_kv_heads} key-value heads.")
     # Most layers of a deep model are equal: compute each distinct one once.
@@ -171,7 +173,7 @@ def build_schedule(
     ]
     rotating = [n for n, s in enumerate(structure) if s.rotates]
     alike = {(fixed_freq[n].tobytes(), gain[n].tobytes()) for n in rotating}
-    return Schedule(
+    schedule = Schedule(
         inv_freq.astype(np.float32),
         gain.astype(np.float32),
         fixed_freq,
@@ -181,6 +183,9 @@ def build_schedule(
         same_rotation=len(alike) == 1,
         embeddings=tuple(embeddings.values()),
     )
+    if length is not None:
+        schedule.check_length(length)
+    return schedule
 
 
 def _layer_arrays(

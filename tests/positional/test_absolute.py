@@ -83,7 +83,7 @@ def test_they_are_added_once_to_a_program_without_angles(encoding):
 
 
 def test_longer_sequences_than_positions_are_refused():
-    with pytest.raises(UserError, match=r"\(size=8\) has 8 positions, and the sequences have 9 tokens"):
+    with pytest.raises(UserError, match="learned_positions has 8 positions, and the sequences have 9 tokens"):
         schedule_of([Layer(LearnedPositions(8))] * 4, length=9)
     schedule_of([Layer(LearnedPositions(8))] * 4, length=8)
 
