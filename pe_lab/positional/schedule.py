@@ -88,9 +88,10 @@ class Schedule:
         """Raises a `ConfigError` for sequences of more tokens than an encoding has positions for."""
         for encoding in dict.fromkeys(hook.encoding for of_layer in self.hooks for hook in of_layer):
             if encoding.max_length is not None and length > encoding.max_length:
+                name = registered_name(encoding)
                 raise ConfigError(
-                    f"{registered_name(encoding)} has {encoding.max_length:,} positions, and the sequences have {length:,} "
-                    "tokens. Use shorter ones, or drop it."
+                    f"{name} has {encoding.max_length:,} positions, and the sequences have {length:,} tokens. Use shorter "
+                    "ones, or drop it."
                 )
 
     def _repr_html_(self) -> str:

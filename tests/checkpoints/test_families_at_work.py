@@ -84,7 +84,8 @@ def test_scores_are_those_of_the_logits(name):
     """4 s: what evaluation measures, as written by sequence and device."""
     lm, (tokens, expected) = opened(name), golden(name)
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
-    losses = Forward(lm.config).losses(lm.checkpoint.params, batch, lm.layers)
+    forward = Forward(lm.config)
+    losses = forward.losses(forward.place(lm.checkpoint.params), batch, lm.layers)
     shifted = expected[:, :-1].astype(np.float64)
     log_sums = np.log(np.exp(shifted - shifted.max(-1, keepdims=True)).sum(-1)) + shifted.max(-1)
     right = log_sums - np.take_along_axis(shifted, tokens[:, 1:, None], -1)[..., 0]
@@ -112,9 +113,8 @@ def test_ten_steps_on_a_mesh_are_those_of_one_device(name):
     def start():
         return init_state(model, optimizer, jax.tree.map(np.array, lm.checkpoint.params))
 
-    alone = trained(
-        functools.partial(jax.jit(train_step, static_argnums=(0, 1, 2)), model, optimizer, 1), start(), batch
-    )
+    plain = jax.jit(train_step, static_argnums=(0, 1, 2))
+    alone = trained(functools.partial(plain, model, optimizer, 1), start(), batch)
     mesh, rules = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2)), AxisRules()
     shardings = make_shardings(model, optimizer, mesh, rules)
     step = compile_train_step(model, optimizer, mesh, rules)
