@@ -90,8 +90,8 @@ class Schedule:
             if encoding.max_length is not None and length > encoding.max_length:
                 name = registered_name(encoding)
                 raise ConfigError(
-                    f"{name} has {encoding.max_length:,} positions, and the sequences have {length:,} tokens. Use shorter "
-                    "ones, or drop it."
+                    f"{name} has {encoding.max_length:,} positions, and the sequences have {length:,} tokens. Use "
+                    "shorter ones, or drop it."
                 )
 
     def _repr_html_(self) -> str:
