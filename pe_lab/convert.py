@@ -117,7 +117,7 @@ def import_checkpoint(
     from pe_lab.checkpoints.parity import compare
     from pe_lab.data.tokenizers import save_tokenizer
     from pe_lab.model import Model
-    from pe_lab.positional import build_schedule, describe
+    from pe_lab.positional import build_schedule, describe, layer_hooks
 
     if not is_external(args.source):
         raise ConfigError(
@@ -127,7 +127,7 @@ def import_checkpoint(
     for option in ("family", "dtype", "length", "max_length"):
         if getattr(args, option) is not None:
             raise ConfigError(f"--{option.replace('_', '-')} goes with --to=hf:DIR; an import changes nothing.")
-    model = Model(source.model)
+    model = Model(source.model, hooks=layer_hooks(source.layers, source.model.heads))
     size = model.num_parameters * source.dtype.itemsize
     trained = f"trained on {source.training_length:,} tokens"
     print(f"{source.display_name}: {model.num_parameters:,} parameters, {source.dtype}, {trained}")
@@ -166,6 +166,7 @@ def export_checkpoint(
     from pe_lab.checkpoints.parity import compare
     from pe_lab.checkpoints.runtimes import report
     from pe_lab.model import Model
+    from pe_lab.positional import layer_hooks
 
     export = plan_export(source, args.family, args.dtype, args.length, args.max_length)
     if tokenizer is not None:
@@ -187,9 +188,8 @@ def export_checkpoint(
             write_huggingface(source, export, temporary, done)
         _write_generation(export.config, tokenizer, temporary)
         if export.family.stock:
-            _check_parity(
-                args, python, Model(source.model), lambda p: compare(_as_exported(args, export), temporary, p)
-            )
+            model = Model(source.model, hooks=layer_hooks(source.layers, source.model.heads))
+            _check_parity(args, python, model, lambda p: compare(_as_exported(args, export), temporary, p))
         manifest_of(temporary, {"kind": "export"}).write(temporary)
     note = "" if tokenizer else " The checkpoint has no tokenizer."
     print(f"{to}: written from {source.display_name}.{note}")

@@ -17,7 +17,7 @@ from pe_lab.positional import Layer, Layout, NoPE, PartialRope, Rope, frequencie
 PE_LAB_KEY = "pe_lab"  # of config.json, with pe_lab's own descriptions of the layers; transformers ignores it
 
 # Architectures that people have, and what pe_lab lacks for them.
-_MISSING = {
+MISSING = {
     **dict.fromkeys(
         ("gpt_oss", "qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "granitemoe", "phimoe", "ernie4_5_moe", "glm4_moe"),
         "experts",
@@ -60,7 +60,7 @@ def read_config(config: Mapping[str, Any], tensor_names: Sequence[str], where: s
 def _read(config: Mapping[str, Any], tensor_names: Sequence[str]) -> HuggingFaceConfig:
     kind = str(config.get("model_type", ""))
     if kind not in FAMILIES:
-        lacks = f": it has {_MISSING[kind]}" if kind in _MISSING else ""
+        lacks = f": it has {MISSING[kind]}" if kind in MISSING else ""
         raise UnsupportedError(
             f"model_type is '{kind}', an architecture that pe_lab does not compute{lacks}. It computes "
             f"{', '.join(FAMILIES)}; under one of these names the weights would be another model."

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from pe_lab.checkpoints.families import FAMILIES, LAYERS, Family, Tensor
-from pe_lab.checkpoints.hf_config import read_config, write_config
+from pe_lab.checkpoints.hf_config import MISSING, read_config, write_config
 from pe_lab.checkpoints.source import CheckpointSource, TensorSource, listing
 from pe_lab.config import ModelConfig
 from pe_lab.errors import CheckpointError, ConfigError, UnsupportedError, did_you_mean
@@ -212,7 +212,9 @@ def _plan(
     elif family in FAMILIES:
         chosen = FAMILIES[family]
     else:
-        raise ConfigError(f"--family '{family}' is not known. {did_you_mean(family, list(FAMILIES))}")
+        # A name of another architecture is near to one of these by its letters alone.
+        advice = f"It has {MISSING[family]}." if family in MISSING else did_you_mean(family, list(FAMILIES))
+        raise ConfigError(f"--family '{family}' is not known. {advice}")
     config, layout = write_config(chosen, source.model, layers, source.training_length, dtype, max_length)
     try:
         table = chosen.table(source.model)

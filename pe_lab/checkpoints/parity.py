@@ -24,7 +24,7 @@ from jaxtyping import Float, Int
 from pe_lab.checkpoints.checkpoint import Checkpoint
 from pe_lab.errors import CheckpointError, UnsupportedError
 from pe_lab.model import Model
-from pe_lab.positional import build_schedule
+from pe_lab.positional import Alibi, Layer, build_schedule
 
 BATCH, LENGTH = 2, 64
 # Float32 results of two libraries differ by a few 1e-6 of the largest logit, a wrong conversion by 1e-1 of it.
@@ -76,14 +76,19 @@ def fixed_batch(vocab_size: int) -> Int[np.ndarray, "B T"]:
     return np.random.default_rng(0).integers(0, vocab_size, (BATCH, LENGTH)).astype(np.int32)
 
 
-def compared_positions(training_length: int) -> Int[np.ndarray, "2 T"]:
+def compared_positions(training_length: int, layers: Sequence[Layer] = ()) -> Int[np.ndarray, "2 T"]:
     """The positions of the tokens in the two comparisons: consecutive ones, and some up to twice the training length.
 
-    The second are farther and farther apart, up to `LAST_POSITION`: every order of distance is there.
+    The second are farther and farther apart, up to `LAST_POSITION`: every order of distance is there. Learned positions
+    (`layers`) have an end; and transformers takes no positions for ALiBi, so that those are consecutive too.
     """
-    count = np.arange(LENGTH)
-    stop = min(max(2 * training_length, 2 * LENGTH), LAST_POSITION + 2)
-    far = np.round(np.geomspace(1, stop - LENGTH, LENGTH)).astype(np.int64) - 1 + count
+    acting = [encoding for layer in set(layers) for _, encoding in layer.acting()]
+    longest = min((one.max_length for one in acting if one.max_length), default=LAST_POSITION + 2)
+    count = np.arange(min(LENGTH, longest))
+    if any(isinstance(one, Alibi) for one in acting):
+        return np.stack([count, count]).astype(np.int32)
+    stop = min(max(2 * training_length, 2 * LENGTH), LAST_POSITION + 2, longest)
+    far = np.round(np.geomspace(1, max(1, stop - len(count)), len(count))).astype(np.int64) - 1 + count
     return np.stack([count, far]).astype(np.int32)
 
 
@@ -98,7 +103,8 @@ def compare(checkpoint: Checkpoint, external: Path, python: str, gguf_file: str 
     """
     model = Model(dataclasses.replace(checkpoint.model, dtype="float32"))
     config = model.config
-    tokens, positions = fixed_batch(config.vocab_size), compared_positions(int(checkpoint.metadata["training_length"]))
+    positions = compared_positions(int(checkpoint.metadata["training_length"]), checkpoint.layers)
+    tokens = fixed_batch(config.vocab_size)[:, : positions.shape[1]]
     with tempfile.TemporaryDirectory() as scratch:
         files = {name: f"{scratch}/{name}.npy" for name in ("tokens", "positions", "out")}
         np.save(files["tokens"], tokens)

@@ -35,6 +35,7 @@ from pe_lab.positional.rotation import fixed_point_frequencies
 # A linear factor that makes every angle zero in float32 (docs/checkpoints.md).
 NO_ROTATION = 1e30
 
+LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")  # of the longest sequence
 Rotary = Rope | PartialRope | NoPE
 
 
@@ -271,7 +272,8 @@ def declared_length(config: Mapping[str, Any]) -> int:
     """The longest sequence, in tokens, that an exported `config.json` declares, as vLLM and SGLang derive it."""
     rope = config.get("rope_scaling") or {}
     factor = rope.get("factor", 1.0) if rope.get("rope_type") in ("linear", "dynamic") else 1.0
-    return round(config["max_position_embeddings"] * (1.0 if factor == NO_ROTATION else factor))
+    (length,) = [config[key] for key in LENGTH_KEYS if key in config][:1]
+    return round(length * (1.0 if factor == NO_ROTATION else factor))
 
 
 def _even_part(encoding: PartialRope, head_dim: int) -> float:

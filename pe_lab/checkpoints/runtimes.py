@@ -23,6 +23,8 @@ RUNTIMES = {
     VLLM: "0.33.0, by its code",
     SGLANG: "0.5.23, by its code",
 }
+# Of other architectures nothing is said of runtimes beside transformers: they were neither run nor read.
+_KNOWN = ("llama", "qwen2", "qwen3", "smollm3", "gemma", "gpt_neox")
 _OF_TRANSFORMERS = ("gpt_neox", "smollm3")  # vLLM and SGLang run these by transformers' own classes
 
 
@@ -208,6 +210,10 @@ def judge(config: Config) -> dict[str, list[str]]:
 def report(config: Config) -> str:
     """The lines about an export: what each runtime makes of it, and how that is known."""
     lines = [f"Declared for {declared_length(config):,} tokens. What runtimes make of it:"]
+    if config["model_type"] not in _KNOWN:
+        lines.append(f"  {TRANSFORMERS} ({RUNTIMES[TRANSFORMERS]}): right")
+        others = ", ".join(name for name in RUNTIMES if name != TRANSFORMERS)
+        return "\n".join([*lines, f"  {others}: not known for this architecture"])
     for name, listed in judge(config).items():
         lines.append(f"  {name} ({RUNTIMES[name]}): {'; '.join(listed) or 'right'}")
     return "\n".join(lines)

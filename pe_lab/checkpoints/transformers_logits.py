@@ -8,6 +8,7 @@ Tokens are [B, T], positions [P, T]: one pass over the tokens for each of P; log
 """
 
 import argparse
+import inspect
 import sys
 
 import numpy as np
@@ -22,19 +23,20 @@ def main() -> int:
     import torch
     from transformers import AutoModelForCausalLM
 
-    options = {"gguf_file": args.gguf_file} if args.gguf_file else {}
+    # The other implementations of transformers 4 ignore soft caps and sinks.
+    options = {"attn_implementation": "eager"} | ({"gguf_file": args.gguf_file} if args.gguf_file else {})
     try:
         model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, **options)
     except TypeError:  # transformers before 4.56
         model = AutoModelForCausalLM.from_pretrained(args.model, torch_dtype=torch.float32, **options)
     tokens, positions = (torch.from_numpy(np.load(file).astype(np.int64)) for file in (args.tokens, args.positions))
     # With a mask, positions that are not consecutive are not taken for several documents.
-    mask = torch.ones_like(tokens)
+    mask, passes = torch.ones_like(tokens), []
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     with torch.inference_mode():
-        passes = [
-            model.eval()(tokens, attention_mask=mask, position_ids=at.expand(tokens.shape), use_cache=False).logits
-            for at in positions
-        ]
+        for at in positions:
+            places = {"position_ids": at.expand(tokens.shape)} if takes_positions else {}
+            passes.append(model.eval()(tokens, attention_mask=mask, use_cache=False, **places).logits)
     np.save(args.out, torch.stack(passes).float().numpy())
     return 0
 

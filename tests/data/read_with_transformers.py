@@ -30,6 +30,7 @@ def load(directory: str, gguf_file: str | None, dtype: str) -> PreTrainedModel:
         trust_remote_code=False,
         local_files_only=True,
         output_loading_info=True,
+        attn_implementation="eager",  # the others of transformers 4 ignore soft caps
     )
     problems = {key: sorted(map(str, report[key])) for key in PROBLEMS if report.get(key)}
     if problems:
@@ -38,8 +39,9 @@ def load(directory: str, gguf_file: str | None, dtype: str) -> PreTrainedModel:
 
 
 def logits_of(model: PreTrainedModel, tokens: torch.Tensor, last: int | None) -> np.ndarray:
-    # 0 keeps all. Only those asked for are computed: at 8192 positions all of them are gigabytes.
-    return model(tokens, use_cache=False, logits_to_keep=last or 0).logits.float().numpy()
+    # Only those asked for are computed: at 8192 positions all of them are gigabytes.
+    kept = {} if last is None else {"logits_to_keep": last}
+    return model(tokens, use_cache=False, **kept).logits.float().numpy()
 
 
 def projections_of(model: PreTrainedModel, tokens: torch.Tensor) -> dict[str, np.ndarray]:
