@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from pe_lab.checkpoints.families.family import LLAMA_KEYS, Config, Family, Key, Positions, heads_fill_the_model
 from pe_lab.checkpoints.families.formats import OneRotation, OneWindow
 from pe_lab.checkpoints.families.tensors import LLAMA_TENSORS, QKV, Fused
-from pe_lab.checkpoints.rope_parameters import RopeKeys
+from pe_lab.checkpoints.rope_parameters import NO_ROTATION, RopeKeys
 from pe_lab.config import ModelConfig
+from pe_lab.errors import UnsupportedError
+from pe_lab.positional import Layer, LongRope, NoPE, Rope
 
 
 @dataclass(frozen=True)
@@ -18,6 +23,33 @@ class _Positions(OneRotation):
         names = ("rope_scaling", "rope_parameters")
         renamed = {name: _renamed(config[name]) for name in names if isinstance(config.get(name), dict)}
         return super().read({"original_max_position_embeddings": 4096, **config, **renamed}, model)
+
+    def write(
+        self, layers: Sequence[Layer], model: ModelConfig, training_length: int, max_length: int | None
+    ) -> dict[str, Any]:
+        if all(isinstance(layer.encoding, NoPE) for layer in layers):
+            table = (NO_ROTATION,) * (model.head_dim // 2)
+            bare = Rope(scaling=LongRope(table, table, training_length, 1.0))
+            layers = [replace(layer, encoding=bare) for layer in layers]
+        keys = super().write(layers, model, training_length, max_length)
+        rope, longest = keys["rope_parameters"], keys["max_position_embeddings"]
+        if rope["rope_type"] not in ("default", "longrope"):
+            raise UnsupportedError(
+                f"it has no scaling but LongRoPE's two tables, and here it is '{rope['rope_type']}'."
+            )
+        original = rope.get("original_max_position_embeddings", longest)
+        keys["original_max_position_embeddings"] = original
+        if rope["rope_type"] == "longrope":
+            growth = max(1.0, longest / original)
+            gain = math.sqrt(1 + math.log(growth) / math.log(original)) if growth > 1 else 1.0
+            if abs(rope["attention_factor"] - gain) > 1e-6:
+                raise UnsupportedError(
+                    f"its attention factor follows from its lengths: {gain:g}, not {rope['attention_factor']:g}."
+                )
+            # transformers 4 takes these three keys and no others.
+            tables = {name: rope[name] for name in ("short_factor", "long_factor")}
+            keys["rope_scaling"] = {"type": "longrope", **tables}
+        return keys
 
 
 def _renamed(rope: dict) -> dict:
