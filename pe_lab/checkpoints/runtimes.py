@@ -23,7 +23,7 @@ RUNTIMES = {
     VLLM: "0.33.0, by its code",
     SGLANG: "0.5.23, by its code",
 }
-# Of other architectures nothing is said of runtimes beside transformers: they were neither run nor read.
+# Of other architectures, only what transformers makes of them is known.
 _KNOWN = ("llama", "qwen2", "qwen3", "smollm3", "gemma", "gpt_neox")
 _OF_TRANSFORMERS = ("gpt_neox", "smollm3")  # vLLM and SGLang run these by transformers' own classes
 

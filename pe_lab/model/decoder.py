@@ -18,6 +18,7 @@ from pe_lab.attention.dispatch import choose, layer_request
 from pe_lab.attention.hooks import Hooks, cached_sizes, index_positions
 from pe_lab.config import ModelConfig
 from pe_lab.errors import ConfigError, call
+from pe_lab.model.feed_forward import Auxiliary
 from pe_lab.model.learned import (
     added_to_embeddings,
     check_learned,
@@ -27,7 +28,7 @@ from pe_lab.model.learned import (
     split_layers,
 )
 from pe_lab.model.loss import Head, cross_entropy, weighted_cross_entropy
-from pe_lab.model.modules import Auxiliary, Block, Embedder
+from pe_lab.model.modules import Block, Embedder
 from pe_lab.model.shape import REMAT_POLICIES, Repetition, complete, repetitions
 from pe_lab.parallel import balanced_order, constrain, context_size, current_mesh, padded_length
 from pe_lab.positional import (

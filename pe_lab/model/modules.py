@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,135 +13,14 @@ from jaxtyping import Array, Float, Int
 
 from pe_lab.attention import LayerEncoding, attention
 from pe_lab.config import ModelConfig
-from pe_lab.errors import ConfigError
 from pe_lab.model.embedding import embedding_lookup
+from pe_lab.model.feed_forward import FEED_FORWARDS, MLP, Auxiliary, branch_std
 from pe_lab.model.loss import Head
-from pe_lab.parallel import constrain, context_size, platform
+from pe_lab.model.norms import qk_norm, stream_norm
+from pe_lab.model.projections import constant, normal, project
+from pe_lab.parallel import constrain
 
-ACTIVATIONS = {
-    "silu": jax.nn.silu,
-    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "relu": jax.nn.relu,
-    "relu2": lambda x: jnp.square(jax.nn.relu(x)),  # So et al. 2021 (Primer)
-}
-FeedForward = TypeVar("FeedForward", bound=type[nnx.Module])
-QK_NORMS = ("none", "head", "flat", "query_head", "query_flat", "layer_heads")
 BLOCKS = ("pre_norm", "post_norm", "pre_post_norm", "parallel", "parallel_one_norm")
-
-
-def normal(rngs: nnx.Rngs, shape: tuple[int, ...], std: float, axes: tuple[str | None, ...]) -> nnx.Param:
-    """A parameter of normal numbers. `axes`: the logical name of each axis (see `AxisRules`), None: never sharded."""
-    return nnx.Param(jax.random.normal(rngs.params(), shape, jnp.float32) * std, logical_axes=axes)
-
-
-def constant(value: float, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:
-    """A parameter of equal numbers; `axes` as in `normal`."""
-    return nnx.Param(jnp.full(shape, value, jnp.float32), logical_axes=axes)
-
-
-def _project(
-    name: str, x: Float[Array, "B T *in"], weights: nnx.Param, bias: nnx.Param | None = None, inputs: int = 1
-) -> Float[Array, "B T *out"]:
-    """x times weights [*in, *out], plus bias [*out], in the dtype of x; `inputs` counts the axes summed over."""
-    rows, size = x.shape[: x.ndim - inputs], math.prod(weights.shape[:inputs])
-    with jax.named_scope(name):
-        # One product of two matrices, because XLA on a CPU copies the larger operand of the gradient's products into
-        # another layout if there are more axes. Two sharded axes cannot become one: XLA would gather the sequence.
-        x = x.reshape(*(rows if context_size() > 1 else (-1,)), size)
-        multiply = _wide_product if platform() == "cpu" and x.dtype == jnp.bfloat16 else jnp.matmul
-        product = multiply(x, weights[...].reshape(size, -1).astype(x.dtype))
-        product = product.reshape(*rows, *weights.shape[inputs:])
-        return product if bias is None else product + bias[...].astype(x.dtype)
-
-
-@jax.custom_vjp
-def _wide_product(x: Float[Array, "*tokens in"], weights: Float[Array, "in out"]) -> Float[Array, "*tokens out"]:
-    # XLA on a CPU computes products of bfloat16 with the matrix instructions of the processor (AMX) only if the result
-    # is float32, and else in float32, which takes five times as long.
-    return jnp.matmul(x, weights, preferred_element_type=jnp.float32).astype(x.dtype)
-
-
-def _wide_forward(x, weights):  # noqa: ANN001, ANN202
-    return _wide_product(x, weights), (x, weights)
-
-
-def _wide_backward(saved, gradient):  # noqa: ANN001, ANN202
-    x, weights = saved
-    d_x = jnp.einsum("...o,io->...i", gradient, weights, preferred_element_type=jnp.float32)
-    d_weights = jnp.einsum("...i,...o->io", x, gradient, preferred_element_type=jnp.float32)
-    return d_x.astype(x.dtype), d_weights.astype(weights.dtype)
-
-
-_wide_product.defvjp(_wide_forward, _wide_backward)
-
-
-class RMSNorm(nnx.Module):
-    """Root-mean-square normalization, computed in float32 (Zhang & Sennrich 2019).
-
-    The mean is over as many of the last axes as the scale has. With `plus_one` the scale is 1 + w, and w starts at 0,
-    as in Gemma; the product with the scale is computed in float32 and then rounded.
-    """
-
-    def __init__(self, shape: tuple[int, ...], axes: tuple[str, ...], epsilon: float, plus_one: bool = False):
-        self.scale = constant(0.0 if plus_one else 1.0, shape, axes)
-        self.epsilon, self.plus_one = epsilon, plus_one
-
-    def __call__(self, x: Float[Array, "*batch"]) -> Float[Array, "*batch"]:
-        scale = 1 + self.scale[...] if self.plus_one else self.scale[...]
-        over = tuple(range(-scale.ndim, 0))
-        with jax.named_scope("norm"):
-            wide = x.astype(jnp.float32)
-            wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=over, keepdims=True) + self.epsilon)
-            return (wide * scale).astype(x.dtype)
-
-
-class LayerNorm(nnx.Module):
-    """Normalization of the last axis to mean 0 and variance 1, scale and bias, in float32 (Ba et al. 2016)."""
-
-    def __init__(self, shape: tuple[int, ...], axes: tuple[str, ...], epsilon: float, bias: bool = True):
-        self.scale = constant(1.0, shape, axes)
-        self.bias = constant(0.0, shape, axes) if bias else None
-        self.epsilon = epsilon
-
-    def __call__(self, x: Float[Array, "*batch"]) -> Float[Array, "*batch"]:
-        with jax.named_scope("norm"):
-            wide = x.astype(jnp.float32)
-            wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-            wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
-            wide = wide * self.scale[...]
-            return (wide if self.bias is None else wide + self.bias[...]).astype(x.dtype)
-
-
-NORMS = {
-    "rms": RMSNorm,
-    "rms_plus_one": functools.partial(RMSNorm, plus_one=True),
-    "layer": LayerNorm,
-    "layer_no_bias": functools.partial(LayerNorm, bias=False),
-}
-
-
-def _stream_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
-    return NORMS[config.norm]((config.d_model,), ("vector",), config.norm_epsilon)
-
-
-def _qk_norm(config: ModelConfig, heads: int, axis: str) -> RMSNorm | LayerNorm:
-    """A norm of queries or keys [B, T, heads, K].
-
-    An RMSNorm of each head (Qwen3), with 1 + w where those of the residual stream have it (Gemma 3), or of all heads
-    (flat; OLMo 2, DroPE); or a LayerNorm of each head without bias, whose heads have a scale each (StableLM 2).
-    """
-    if config.qk_norm == "layer_heads":
-        return LayerNorm((heads, config.head_dim), (axis, "head_dim"), config.norm_epsilon, bias=False)
-    plus_one = config.norm == "rms_plus_one"
-    if config.qk_norm.endswith("flat"):
-        return RMSNorm((heads, config.head_dim), (axis, "head_dim"), config.norm_epsilon, plus_one)
-    return RMSNorm((config.head_dim,), ("head_dim",), config.norm_epsilon, plus_one)
-
-
-def _branch_std(config: ModelConfig) -> float:
-    # Scaled, the variance of the sum over the 2N residual branches of N layers does not depend on N (GPT-2).
-    return config.init_std / (2 * config.layers) ** 0.5 if config.scaled_residual_init else config.init_std
 
 
 class Attention(nnx.Module):
@@ -153,24 +31,24 @@ class Attention(nnx.Module):
         self.query = normal(rngs, (D, H, K), std, ("embed", "heads", "head_dim"))
         self.key = normal(rngs, (D, G, K), std, ("embed", "kv_heads", "head_dim"))
         self.value = normal(rngs, (D, G, K), std, ("embed", "kv_heads", "head_dim"))
-        self.out = normal(rngs, (H, K, D), _branch_std(config), ("heads", "head_dim", "embed"))
+        self.out = normal(rngs, (H, K, D), branch_std(config), ("heads", "head_dim", "embed"))
         bias, out_bias = config.attention_bias, config.output_bias
         self.query_bias = constant(0.0, (H, K), ("heads", "head_dim")) if bias else None
         self.key_bias = constant(0.0, (G, K), ("kv_heads", "head_dim")) if bias else None
         self.value_bias = constant(0.0, (G, K), ("kv_heads", "head_dim")) if bias else None
         self.out_bias = constant(0.0, (D,), ("vector",)) if out_bias else None
-        self.query_norm = _qk_norm(config, H, "heads") if config.qk_norm != "none" else None
+        self.query_norm = qk_norm(config, H, "heads") if config.qk_norm != "none" else None
         of_keys = config.qk_norm in ("head", "flat", "layer_heads")
-        self.key_norm = _qk_norm(config, G, "kv_heads") if of_keys else None
+        self.key_norm = qk_norm(config, G, "kv_heads") if of_keys else None
         self.config = config
 
     def queries_keys_values(
         self, x: Float[Array, "B T D"]
     ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T G K"], Float[Array, "B T G K"]]:
         """Queries, keys and values, projected and normalized, not rotated."""
-        q = _project("query", x, self.query, self.query_bias)
-        k = _project("key", x, self.key, self.key_bias)
-        v = _project("value", x, self.value, self.value_bias)
+        q = project("query", x, self.query, self.query_bias)
+        k = project("key", x, self.key, self.key_bias)
+        v = project("value", x, self.value, self.value_bias)
         if bound := self.config.qkv_clip:
             q, k, v = (jnp.clip(one, -bound, bound) for one in (q, k, v))
         q = constrain(q, "batch", "length", "heads", "head_dim")
@@ -181,65 +59,7 @@ class Attention(nnx.Module):
     def project_out(self, out: Float[Array, "B T H K"]) -> Float[Array, "B T D"]:
         """The output projection of attention."""
         out = constrain(out, "batch", "length", "heads", "head_dim")
-        return _project("out", out, self.out, self.out_bias, inputs=2)
-
-
-class MLP(nnx.Module):
-    """Feed-forward: gated, down(activation(gate x) * up x) (Shazeer 2020), or plain, down(activation(up x))."""
-
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        D, F, std, gated, bias = config.d_model, config.d_ff, config.init_std, config.gated_mlp, config.mlp_bias
-        self.gate = normal(rngs, (D, F), std, ("embed", "mlp")) if gated else None
-        self.up = normal(rngs, (D, F), std, ("embed", "mlp"))
-        self.down = normal(rngs, (F, D), _branch_std(config), ("mlp", "embed"))
-        self.gate_bias = constant(0.0, (F,), ("mlp",)) if gated and bias else None
-        self.up_bias = constant(0.0, (F,), ("mlp",)) if bias else None
-        self.down_bias = constant(0.0, (D,), ("vector",)) if bias else None
-        self.activation = config.activation
-
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        activation = ACTIVATIONS[self.activation]
-        if self.gate is None:
-            hidden = activation(_project("up", x, self.up, self.up_bias))
-        else:
-            gate = _project("gate", x, self.gate, self.gate_bias)
-            up = _project("up", x, self.up, self.up_bias)
-            hidden = activation(gate) * up
-        hidden = constrain(hidden, "batch", "length", "mlp")
-        return _project("down", hidden, self.down, self.down_bias)
-
-
-class Auxiliary(NamedTuple):
-    """What a layer gives beside its output: numbers by name, float32 scalars; empty costs nothing.
-
-    Attributes:
-      losses: nats per token, with their coefficients; training adds them to its loss, and logs them.
-      metrics: are logged alone.
-    """
-
-    losses: dict[str, jax.Array] = {}
-    metrics: dict[str, jax.Array] = {}
-
-
-FEED_FORWARDS: dict[str, type[nnx.Module]] = {}
-
-
-def register_feed_forward(name: str) -> Callable[[FeedForward], FeedForward]:
-    """A class decorator: gives a feed-forward the name that `model.feed_forward` takes.
-
-    The class is an `nnx.Module` made by `Class(config, rngs)`, with parameters from `normal` and `constant`. Its call
-    takes x [B, T, D], the normed residual stream, and returns the update [B, T, D], or that and an `Auxiliary` of the
-    same names in every layer. Its means are over the whole batch, also on a mesh.
-    """
-
-    def decorate(kind: FeedForward) -> FeedForward:
-        known = FEED_FORWARDS.get(name, kind)
-        if not name.isidentifier() or known.__qualname__ != kind.__qualname__:
-            raise ConfigError(f"register_feed_forward('{name}'): give {kind.__qualname__} another name.")
-        FEED_FORWARDS[name] = kind
-        return kind
-
-    return decorate
+        return project("out", out, self.out, self.out_bias, inputs=2)
 
 
 class Block(nnx.Module):
@@ -247,13 +67,13 @@ class Block(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         before, after = config.block != "post_norm", config.block in ("post_norm", "pre_post_norm")
-        self.attention_norm = _stream_norm(config) if before else None
+        self.attention_norm = stream_norm(config) if before else None
         self.attention = Attention(config, rngs)
-        self.attention_post_norm = _stream_norm(config) if after else None
-        self.mlp_norm = _stream_norm(config) if before and config.block != "parallel_one_norm" else None
+        self.attention_post_norm = stream_norm(config) if after else None
+        self.mlp_norm = stream_norm(config) if before and config.block != "parallel_one_norm" else None
         self.mlp = None if config.feed_forward else MLP(config, rngs)
         self.feed_forward = FEED_FORWARDS[config.feed_forward](config, rngs) if config.feed_forward else None
-        self.mlp_post_norm = _stream_norm(config) if after else None
+        self.mlp_post_norm = stream_norm(config) if after else None
 
     def __call__(
         self,
@@ -317,19 +137,14 @@ def _applied(norm: nnx.Module | None, x: Float[Array, "*axes"]) -> Float[Array, 
     return x if norm is None else norm(x)
 
 
-def parameter_sizes(kind: type[nnx.Module], config: ModelConfig) -> list[tuple[int, ...]]:
-    """The shapes of the parameters of a module that is made by `kind(config, rngs)`; none is made."""
-    return [leaf.shape for leaf in jax.tree.leaves(nnx.state(nnx.eval_shape(lambda: kind(config, nnx.Rngs(0)))))]
-
-
 class Embedder(nnx.Module):
     """The parameters outside the layers: embedding and its norm, final norm, output embedding if not tied, its bias."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         V, D = config.vocab_size, config.d_model
         self.embedding = normal(rngs, (V, D), config.init_std, ("vocab", "embed"))
-        self.embedding_norm = _stream_norm(config) if config.embedding_norm else None
-        self.final_norm = _stream_norm(config)
+        self.embedding_norm = stream_norm(config) if config.embedding_norm else None
+        self.final_norm = stream_norm(config)
         self.unembedding = None if config.tie_embeddings else normal(rngs, (V, D), config.init_std, ("vocab", "embed"))
         self.unembedding_bias = constant(0.0, (V,), ("vocab",)) if config.unembedding_bias else None
         self.config = config

@@ -13,7 +13,9 @@ from pe_lab.attention import IMPLEMENTATIONS
 from pe_lab.attention.key_block import RESIDUALS
 from pe_lab.config import ModelConfig, check_bounds
 from pe_lab.errors import ConfigError, did_you_mean
-from pe_lab.model.modules import ACTIVATIONS, BLOCKS, FEED_FORWARDS, NORMS, QK_NORMS, parameter_sizes
+from pe_lab.model.feed_forward import ACTIVATIONS, FEED_FORWARDS, parameter_sizes
+from pe_lab.model.modules import BLOCKS
+from pe_lab.model.norms import NORMS, QK_NORMS
 from pe_lab.positional import LayerStructure
 
 _products = jax.checkpoint_policies.dots_with_no_batch_dims_saveable

@@ -50,6 +50,8 @@ DEFINITIONS = {
 FAMILIES = {
     "Partial RoPE": "RoPE on the first channels of each head only; the other channels know no position.",
     "ALiBi": "A penalty on the attention logits that grows with the distance, with a fixed slope for each head.",
+    "learned positions": "A learned vector for each position, added to the embedding of the token.",
+    "sinusoidal": "Sines and cosines of the position, of many wavelengths, added to the embedding of the token.",
     "learned ALiBi": "ALiBi with slopes that are learned.",
     "T5's bias": "A learned number on the attention logits for each head and each range of distances.",
     "KERPLE (log)": "A penalty on the attention logits that grows with the logarithm of the distance, with learned "

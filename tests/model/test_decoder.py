@@ -12,7 +12,7 @@ import pytest
 from pe_lab.config import ModelConfig
 from pe_lab.errors import UserError
 from pe_lab.model import Model
-from pe_lab.model.modules import _wide_product
+from pe_lab.model.projections import _wide_product
 from pe_lab.positional import (
     PI,
     Alibi,

@@ -17,7 +17,7 @@ Sizes = list[int | None]  # the window of each layer
 
 
 @dataclass(frozen=True)
-class Windows:
+class WindowFormat:
     """The windows of a family's layers; this one has none."""
 
     def read(self, config: Config, count: int) -> Sizes:
@@ -32,7 +32,7 @@ class Windows:
 
 
 @dataclass(frozen=True)
-class OneWindow(Windows):
+class OneWindow(WindowFormat):
     """All layers have one window, or none has; `default` is of a file without the key."""
 
     default: int | None = None
@@ -48,7 +48,7 @@ class OneWindow(Windows):
 
 
 @dataclass(frozen=True)
-class WindowsByType(Windows):
+class WindowsByType(WindowFormat):
     """`layer_types` names the layers that have the window; `pattern(config, n)`: whether layer n has it by default."""
 
     default: int | None = 4096
@@ -149,7 +149,7 @@ class OneRotation(PositionFormat):
     """All layers have the same rotation, or none has one."""
 
     rope: RopeKeys = field(default_factory=RopeKeys)
-    windows: Windows = field(default_factory=Windows)
+    windows: WindowFormat = field(default_factory=WindowFormat)
 
     def read(self, config: Config, model: ModelConfig) -> Positions:
         encoding, length = read_rope(config, model.head_dim, self.rope)

@@ -25,7 +25,7 @@ from pe_lab.positional import Layer, PartialRope, Rope
 
 
 @dataclass(frozen=True)
-class _Positions(PositionFormat):
+class _RotaryDimension(PositionFormat):
     """RoPE of base 10,000 on `rotary_dim` channels: there is no key of a base or a scaling."""
 
     def read(self, config: Config, model: ModelConfig) -> Positions:
@@ -60,7 +60,7 @@ FAMILIES = (
     Family(
         "gptj",
         "GPTJForCausalLM",
-        _Positions(),
+        _RotaryDimension(),
         TensorTable(
             {
                 "transformer.wte": "token_embedder.embedding",

@@ -38,7 +38,7 @@ def _read_norm(kind: Any) -> str:
 
 
 @dataclass(frozen=True)
-class _Positions(PositionFormat):
+class _NoEncoding(PositionFormat):
     def read(self, config: Config, model: ModelConfig) -> Positions:
         scale = config.get("softmax_scale")
         if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float) or not scale > 0):
@@ -78,7 +78,7 @@ FAMILIES = (
     Family(
         "llama_drope",
         "DroPELlamaForCausalLM",
-        _Positions(),
+        _NoEncoding(),
         LLAMA_TENSORS,
         {"activation": "silu"},
         LLAMA_KEYS

@@ -17,7 +17,7 @@ from pe_lab.positional import Layer, LongRope, NoPE, Rope
 
 
 @dataclass(frozen=True)
-class _Positions(OneRotation):
+class _LongRopeTables(OneRotation):
     def read(self, config: Config, model: ModelConfig) -> Positions:
         # Its files call LongRoPE su, yarn or longrope.
         names = ("rope_scaling", "rope_parameters")
@@ -61,7 +61,7 @@ FAMILIES = (
     Family(
         "phi3",
         "Phi3ForCausalLM",
-        _Positions(RopeKeys(length=4096, partial=True), OneWindow()),
+        _LongRopeTables(RopeKeys(length=4096, partial=True), OneWindow()),
         LLAMA_TENSORS.changed(
             {
                 "model.layers.{n}.self_attn.qkv_proj": Fused(QKV, "rows"),

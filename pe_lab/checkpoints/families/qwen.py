@@ -18,7 +18,7 @@ from pe_lab.checkpoints.families.family import (
 from pe_lab.checkpoints.families.formats import (
     OneRotation,
     Sizes,
-    Windows,
+    WindowFormat,
     layer_types,
     one_size,
     type_names,
@@ -29,7 +29,7 @@ from pe_lab.checkpoints.rope_parameters import RopeKeys
 
 
 @dataclass(frozen=True)
-class SwitchedWindows(Windows):
+class SwitchedWindows(WindowFormat):
     """Windows by `layer_types`, or from layer `max_window_layers` on, if `use_sliding_window` is true."""
 
     def read(self, config: Config, count: int) -> Sizes:

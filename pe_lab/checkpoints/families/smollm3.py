@@ -19,7 +19,7 @@ from pe_lab.checkpoints.families.family import (
 from pe_lab.checkpoints.families.formats import (
     OneRotation,
     Sizes,
-    Windows,
+    WindowFormat,
     layer_types,
     one_size,
     type_names,
@@ -44,7 +44,7 @@ def _rotates(config: Config, count: int) -> list[bool]:
 
 
 @dataclass(frozen=True)
-class _Windows(Windows):
+class _SmolLM3Windows(WindowFormat):
     def read(self, config: Config, count: int) -> Sizes:
         size, named = window_size(config.get("sliding_window")), layer_types(config, count)
         # It masks the layers that layer_types names, whatever use_sliding_window is.
@@ -60,7 +60,7 @@ class _Windows(Windows):
 
 
 @dataclass(frozen=True)
-class _Positions(OneRotation):
+class _RotationByFlag(OneRotation):
     def read_rotates(self, config: Config, windows: Sizes) -> list[bool]:
         return _rotates(config, len(windows))
 
@@ -76,7 +76,7 @@ FAMILIES = (
     Family(
         "smollm3",
         "SmolLM3ForCausalLM",
-        _Positions(RopeKeys(_THETA, length=32768), _Windows()),
+        _RotationByFlag(RopeKeys(_THETA, length=32768), _SmolLM3Windows()),
         LLAMA_TENSORS,
         {"activation": "silu"},
         LLAMA_KEYS | ATTENTION_BIAS | MLP_BIAS | TIED,
