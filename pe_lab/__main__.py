@@ -13,7 +13,7 @@ from pe_lab.terminal import command, leave, stop_while_importing
 
 COMMANDS = (
     *("train", "plan", "prepare", "evaluate", "report", "analyze", "surgery", "convert", "generate", "verify"),
-    *("sweep", "claims"),
+    *("sweep", "claims", "audit"),
 )
 STOPPED = ("train", "sweep", "claims")  # which SIGTERM and SIGINT stop with status 75
 

@@ -10,6 +10,7 @@ import shutil
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import small_benchmarks
 from documented_sizes import quick_training
 
@@ -18,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def make_sandbox(directory: Path) -> None:
     """Fills a directory with stand-ins for the models, runs, data and downloads that the pages name."""
-    from pe_lab import analyze, convert, prepare, train
+    from pe_lab import analyze, convert, load, prepare, train
     from pe_lab.lab.sweeps import make_sweep, save_sweep
 
     directory.mkdir(parents=True)
@@ -42,6 +43,9 @@ def make_sandbox(directory: Path) -> None:
     assert convert.main(["--from=runs/smollm2", "--to=hf:DIR", "--parity=off"]) == 0
     for name in ("SmolLM-360M", "SmolLM2-135M", "Llama-3-8B-Instruct", "Qwen2.5-Math-7B"):
         shutil.copytree("DIR", name)
+    model = load("hf:SmolLM-360M")
+    tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (2, 32))
+    np.savez("audit.npz", tokens=tokens, logits=np.asarray(model.logits(tokens)))
     for name in ("tokenizer.json", "tok.json"):
         shutil.copy("DIR/tokenizer.json", name)
     write_parquet(directory / "fineweb/0.parquet")

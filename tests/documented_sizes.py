@@ -68,6 +68,7 @@ QUICK = {
     "pe_lab.prepare": {"--limit-documents": "20"},
     "pe_lab.sweep": {"--seeds": "1"},
     "pe_lab.claims": {"--seeds": "2", "--size": "quick", "--jobs": "1"},
+    "pe_lab.audit": {"--python": None},
     "pe_lab.plan": {"--explain": None, "--json": None, "--against": None},
 }
 # In Python: two small cells; layers that the stand-in for SmolLM2 has.
@@ -79,6 +80,7 @@ ADDED = {
     "pe_lab.convert": ["--parity=off"],  # needs torch; tests/checkpoints compares logits with transformers
     "pe_lab.generate": ["--max-new-tokens=4"],
     "pe_lab.claims": ["--size=quick"],
+    "pe_lab.audit": ["--runtime=logits:audit.npz"],  # of the stand-in; other runtimes need torch or llama.cpp
 }
 
 

@@ -57,17 +57,17 @@ class Parity:
         )
 
 
-def find_python(given: str | None, needs: Sequence[str]) -> str | None:
-    """The interpreter for transformers: the given one, which must have the packages, or this one if it has them."""
+def find_python(given: str | None, needs: Sequence[str], flag: str = "--parity-python") -> str | None:
+    """The interpreter for transformers: the one that `flag` gives, which must have the packages, or this one."""
     if given is None:
         return sys.executable if all(importlib.util.find_spec(name) is not None for name in needs) else None
     try:
         check = subprocess.run([given, "-c", f"import {', '.join(needs)}"], capture_output=True, text=True)
     except OSError as error:
-        raise UnsupportedError(f"--parity-python '{given}' cannot be run ({error}).") from None
+        raise UnsupportedError(f"{flag} '{given}' cannot be run ({error}).") from None
     if check.returncode:
         reason = (check.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise UnsupportedError(f"--parity-python '{given}' cannot import {' and '.join(needs)}: {reason}")
+        raise UnsupportedError(f"{flag} '{given}' cannot import {' and '.join(needs)}: {reason}")
     return given
 
 

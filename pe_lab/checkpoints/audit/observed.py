@@ -1,0 +1,211 @@
+"""What a runtime computes from a checkpoint: transformers, llama.cpp, or logits that somebody saved."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from pe_lab.checkpoints.audit.faults import AuditedModel
+from pe_lab.checkpoints.audit.search import Batch
+from pe_lab.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from pe_lab.checkpoints.families import leaf_paths
+from pe_lab.checkpoints.families.tensors import ROTATED
+from pe_lab.checkpoints.parity import LENGTH, SCRIPT, compared_positions
+from pe_lab.checkpoints.source import nested
+from pe_lab.errors import CheckpointError, DataError, UnsupportedError
+from pe_lab.positional import Layer
+from pe_lab.storage.gguf_format import open_gguf
+
+LLAMA_CPP = Path(__file__).with_name("llama_cpp_logits.py")
+SEQUENCES = 2
+SHORTEST, LONGEST = 320, 1152  # default lengths: bfloat16 counts to 256; Gemma 3's windows have 1,024 tokens
+SCREENED = 64  # tokens of a long batch at which hypotheses are tried first
+ALIKE = 0.9  # cosine of a tensor and its quantized self
+
+
+class Observed(NamedTuple):
+    """The logits of a runtime.
+
+    Attributes:
+      name: of the runtime.
+      batches: the tokens and their positions, the shortest batch first.
+      logits: [B, T, V] of each batch.
+      exact: it computes in float32.
+      notes: what a person should know of them.
+    """
+
+    name: str
+    batches: tuple[Batch, ...]
+    logits: tuple[Float[Any, "B T V"], ...]
+    exact: bool = True
+    notes: tuple[str, ...] = ()
+
+
+def audited_tokens(vocab_size: int, sequences: int, length: int) -> Int[np.ndarray, "B T"]:
+    """Random token ids; every second sequence repeats its first quarter, for attention to what is far."""
+    tokens = np.random.default_rng(0).integers(0, vocab_size, (sequences, length)).astype(np.int32)
+    tokens[1::2] = np.resize(tokens[1::2, : max(1, length // 4)].T, (length, len(tokens[1::2]))).T
+    return tokens
+
+
+def default_length(layers: Sequence[Layer]) -> int:
+    """The tokens of a sequence that shows what it can of these layers at a bounded cost."""
+    windows = [layer.window for layer in layers if layer.window is not None]
+    return min(max(SHORTEST, max(windows, default=0) + LENGTH), LONGEST)
+
+
+def near_batch(checkpoint: Checkpoint, length: int, sequences: int = SEQUENCES) -> Batch:
+    """Sequences of `length` tokens from position 0 on, or as long as the model has positions for."""
+    at = AuditedModel(checkpoint.layers, checkpoint.model)
+    longest = min((one.max_length or length for one in at.acting), default=length)
+    return _batch(checkpoint, np.arange(min(length, longest), dtype=np.int32), sequences)
+
+
+def audited_batches(checkpoint: Checkpoint, length: int, sequences: int = SEQUENCES) -> tuple[Batch, ...]:
+    """`near_batch`, and a few tokens at positions that reach twice the training length; the shorter one first."""
+    far = compared_positions(int(checkpoint.metadata["training_length"]), checkpoint.layers)[1]
+    batches = near_batch(checkpoint, length, sequences), _batch(checkpoint, far, sequences)
+    return tuple(sorted(batches, key=lambda batch: len(batch.positions)))
+
+
+def _batch(checkpoint: Checkpoint, positions: Int[np.ndarray, " T"], sequences: int) -> Batch:
+    tokens = audited_tokens(checkpoint.model.vocab_size, sequences, len(positions))
+    return Batch(tokens, positions, int(positions[-1]) + 1)
+
+
+def computed_by(script: Path, python: str, options: Sequence[str], batches: Sequence[Batch], name: str) -> list[Any]:
+    """The logits of every batch, by a script that runs in its own process.
+
+    Raises:
+      CheckpointError: it fails; with the last line of its error.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        command = [python, str(script), *options]
+        for n, batch in enumerate(batches):
+            np.save(f"{scratch}/tokens_{n}.npy", batch.tokens)
+            np.save(f"{scratch}/positions_{n}.npy", batch.positions[None])
+            command += [f"--{what}={scratch}/{what}_{n}.npy" for what in ("tokens", "positions", "out")]
+        run = subprocess.run(command, capture_output=True, text=True)
+        if run.returncode:
+            reason = (run.stderr.strip().splitlines() or ["no reason given"])[-1]
+            raise CheckpointError(f"{name}: {reason}")
+        found = [np.load(f"{scratch}/out_{n}.npy")[0] for n in range(len(batches))]
+    for logits in found:
+        if not np.isfinite(logits).all():
+            raise CheckpointError(f"{name} computes logits that are NaN or infinite.")
+    return found
+
+
+def by_transformers(directory: Path, python: str, batches: Sequence[Batch], gguf_file: str | None = None) -> Observed:
+    """What transformers computes in float32 from a directory, or from a GGUF file in it."""
+    options = [f"--model={directory}", *([f"--gguf-file={gguf_file}"] if gguf_file else [])]
+    found = computed_by(SCRIPT, python, options, batches, f"transformers cannot read '{directory}'")
+    return Observed("transformers", tuple(batches), tuple(found))
+
+
+def by_llama_cpp(file: Path, python: str, batch: Batch) -> Observed:
+    """What llama.cpp computes from a GGUF file, with a float32 cache; it refuses positions with gaps."""
+    (found,) = computed_by(LLAMA_CPP, python, [f"--model={file}"], [batch], f"llama.cpp cannot read '{file}'")
+    kinds = {tensor.kind for tensor in open_gguf(file, CheckpointError, lambda key: False).tensors.values()} - {"F32"}
+    # It rounds the inputs of products as the weights are: to 16 bits, or to 8 where they are quantized.
+    notes = (f"Rounds the inputs of products with {', '.join(sorted(kinds))} weights.",) if kinds else ()
+    return _screened("llama.cpp", batch, found)._replace(exact=not kinds, notes=notes)
+
+
+def _screened(name: str, batch: Batch, logits: Float[Any, "B T V"]) -> Observed:
+    """A batch, and its first tokens as one before it, which later tokens do not change."""
+    batches, parts = [batch], [logits]
+    if len(batch.positions) >= 2 * SCREENED:
+        batches.insert(0, Batch(batch.tokens[:, :SCREENED], batch.positions[:SCREENED], batch.length))
+        parts.insert(0, logits[:, :SCREENED])
+    return Observed(name, tuple(batches), tuple(parts))
+
+
+def with_weights_of(checkpoint: Checkpoint, file: Path) -> tuple[Checkpoint, tuple[str, ...]]:
+    """The checkpoint with the weights of a GGUF file, which may be quantized, and notes.
+
+    Queries and keys in another order of channels than the checkpoint's stay those of the checkpoint: the runtime's are
+    then wrong, which the audit has to find.
+
+    Raises:
+      CheckpointError: the file has another model's weights.
+    """
+    try:
+        other = open_checkpoint(f"gguf:{file}")
+    except UnsupportedError as error:
+        return checkpoint, (f"The weights compared are the checkpoint's, not the file's: {error}",)
+    own, found = leaf_paths(checkpoint.params), leaf_paths(other.params)
+    if {path: leaf.shape for path, leaf in own.items()} != {path: leaf.shape for path, leaf in found.items()}:
+        raise CheckpointError(f"'{file}' has other tensors than the checkpoint: it was not made of it.")
+    permuted = []
+    for path, leaf in own.items():
+        cosine = jnp.vdot(leaf, found[path]) / (jnp.linalg.norm(leaf) * jnp.linalg.norm(found[path]) + 1e-30)
+        if float(cosine) < ALIKE:
+            if path.removeprefix("layers.") not in ROTATED:
+                raise CheckpointError(
+                    f"'{file}' has other weights than the checkpoint ({path}: cosine {float(cosine):.2f}): it was not "
+                    "made of it."
+                )
+            permuted.append(path)
+    notes = (f"The file's {' and '.join(permuted)} are not the checkpoint's.",) if permuted else ()
+    kept = {path: own[path] if path in permuted else leaf for path, leaf in found.items()}
+    return dataclasses.replace(checkpoint, params=nested(kept)), notes
+
+
+def saved(path: Path, vocab_size: int) -> Observed:
+    """Logits that somebody saved: an npz file with `tokens` [B, T], `logits` [B, T, V], and perhaps `positions` [T].
+
+    Raises:
+      DataError: it is damaged, or its arrays do not fit the model or each other.
+    """
+    try:
+        if not zipfile.is_zipfile(path):
+            raise ValueError("it is no zip archive, or it is truncated")
+        with np.load(path, allow_pickle=False) as stored:
+            arrays = {name: stored[name] for name in stored.files}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise DataError(f"'{path}' is no npz file that can be read ({error}). Write it with numpy.savez.") from None
+    for name in ("tokens", "logits"):
+        if name not in arrays:
+            raise DataError(f"'{path}' has no array '{name}'; it has {', '.join(sorted(arrays)) or 'none'}.")
+    tokens, logits = np.atleast_2d(arrays["tokens"]), arrays["logits"]
+    logits = logits[None] if logits.ndim == 2 else logits
+    positions = arrays.get("positions", np.arange(tokens.shape[-1]))
+    _check(path, tokens, logits, positions, vocab_size)
+    whole = Batch(tokens.astype(np.int32), positions.astype(np.int32), int(positions.max()) + 1)
+    return _screened(f"'{path.name}'", whole, logits)._replace(exact=False)
+
+
+def _check(path: Path, tokens: Any, logits: Any, positions: Any, vocab_size: int) -> None:
+    """`DataError` for arrays that do not fit the model or each other."""
+    wrong = ""
+    if not np.issubdtype(tokens.dtype, np.integer) or tokens.ndim != 2:
+        wrong = f"tokens are {tokens.dtype} of shape {list(tokens.shape)}; give whole numbers [B, T]"
+    elif not np.issubdtype(logits.dtype, np.floating) or logits.ndim != 3:
+        wrong = f"logits are {logits.dtype} of shape {list(logits.shape)}; give floating-point numbers [B, T, V]"
+    elif logits.shape[:2] != tokens.shape:
+        wrong = f"logits {list(logits.shape)} and tokens {list(tokens.shape)} disagree; give [B, T, V] and [B, T]"
+    elif tokens.shape[1] < 2:
+        wrong = "one token a sequence shows no position; give sequences of two tokens or more"
+    elif logits.shape[2] != vocab_size:
+        wrong = f"logits are of a vocabulary of {logits.shape[2]:,}; the model's has {vocab_size:,}"
+    elif tokens.min() < 0 or tokens.max() >= vocab_size:
+        wrong = f"tokens range from {tokens.min()} to {tokens.max()}; the model's vocabulary has {vocab_size:,}"
+    elif not np.issubdtype(positions.dtype, np.integer) or positions.shape != tokens.shape[1:]:
+        wrong = f"positions are {positions.dtype} of shape {list(positions.shape)}; give whole numbers [T]"
+    elif positions.min() < 0 or positions.max() >= 2**31 - 1:
+        wrong = f"positions range from {positions.min()} to {positions.max()}; give numbers from 0 to 2^31 - 2"
+    elif not np.isfinite(logits).all():
+        wrong = f"{int((~np.isfinite(logits)).sum()):,} of {logits.size:,} logits are NaN or infinite"
+    if wrong:
+        raise DataError(f"'{path}': {wrong}.")

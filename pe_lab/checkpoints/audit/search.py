@@ -1,0 +1,432 @@
+"""The search for the hypothesis that explains a runtime's logits, on the weights of the checkpoint.
+
+A hypothesis explains them if, at every position of every batch, its logits differ from the runtime's by no more than
+rounding. One batch at which it fails refutes it, so that each is first tried on the shortest one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from pe_lab.checkpoints.audit.faults import AuditedModel, Computation, Hypothesis
+from pe_lab.checkpoints.audit.hypotheses import hypotheses
+from pe_lab.checkpoints.audit.layer_faults import SomeLayers, some_layers
+from pe_lab.checkpoints.audit.position_faults import from_token
+from pe_lab.checkpoints.checkpoint import Checkpoint
+from pe_lab.checkpoints.families import leaf_paths
+from pe_lab.checkpoints.families.tensors import ROTATED
+from pe_lab.checkpoints.parity import PER_POSITION, RELATIVE
+from pe_lab.checkpoints.source import nested
+from pe_lab.errors import CheckpointError, UserError
+from pe_lab.model import Model, Params
+from pe_lab.model.layer_pass import advance, embed, forward_model
+from pe_lab.positional import Schedule, build_schedule
+
+KEPT_BYTES = 2**27  # of logits that are kept for hypotheses that are asked for again
+NEAREST = 3  # faults of some layers that are followed; hypotheses to each of which a second one is added
+GAIN = 0.98  # a layer is added to those of a fault if it leaves at most this part of the error
+# Numbers of 16 bits or fewer: of the first token's error, which no fault of positions changes, others may have so much
+# more, but for a part of them; and beyond the last number the first token's error is no rounding.
+NOISE, STRAY, MOST_NOISE = 4.0, 0.05, 0.1
+
+
+class Batch(NamedTuple):
+    """Tokens, and where they stand.
+
+    Attributes:
+      length: of the whole sequence, of which these tokens may be the beginning.
+    """
+
+    tokens: Int[np.ndarray, "B T"]
+    positions: Int[np.ndarray, " T"]
+    length: int
+
+
+class Rounding(NamedTuple):
+    """What rounding may make of an error.
+
+    Attributes:
+      tolerance: as a part of the largest logit, at position 0; at position n `parity.PER_POSITION` n more.
+      stray: the part of the positions that may exceed it.
+    """
+
+    tolerance: float = RELATIVE
+    stray: float = 0.0
+
+
+class Residual(NamedTuple):
+    """The difference of a hypothesis' logits and the runtime's.
+
+    Attributes:
+      by_position: [T] the largest one of a logit, as a part of the runtime's largest logit.
+      allowed: [T] what rounding may make of it.
+      rms: the root of the mean square, as a part of that of the runtime's logits, without the stray positions.
+      stray: see `Rounding`.
+    """
+
+    by_position: Float[np.ndarray, " T"]
+    allowed: Float[np.ndarray, " T"]
+    rms: float
+    stray: float
+
+    @property
+    def largest(self) -> float:
+        """The largest difference, without the stray positions."""
+        return float(np.quantile(self.by_position, 1 - self.stray, method="higher"))
+
+    @property
+    def _beyond(self) -> np.ndarray:
+        return ~(self.by_position <= self.allowed)
+
+    @property
+    def explained(self) -> bool:
+        return bool(self._beyond.mean() <= self.stray)
+
+    @property
+    def begins(self) -> int | None:
+        """The first token at which the difference is more than rounding; None: it is not."""
+        if self.explained:
+            return None
+        # Stray positions lie alone: of those from the beginning of an error on, most exceed what rounding does.
+        share = np.cumsum(self._beyond[::-1])[::-1] / np.arange(len(self._beyond), 0, -1)
+        found = np.flatnonzero(self._beyond & (share > 0.5 if self.stray else True))
+        return int(found[0]) if len(found) else int(np.flatnonzero(self._beyond)[0])
+
+
+def centred(logits: Float[Any, "B T V"]) -> Float[Array, "B T V"]:
+    """Logits without the mean of each position, which changes no probability."""
+    logits = jnp.asarray(logits, jnp.float32)
+    return logits - logits.mean(-1, keepdims=True)
+
+
+@jax.jit
+def _differences(found: Float[Array, "B T V"], expected: Float[Array, "B T V"]) -> tuple[Array, ...]:
+    difference = found - expected
+    return jnp.abs(difference).max((0, 2)), (difference**2).mean((0, 2)), (expected**2).mean(), jnp.abs(expected).max()
+
+
+def compare(
+    found: Float[Array, "B T V"], expected: Float[Array, "B T V"], positions: Int[np.ndarray, " T"], rounding: Rounding
+) -> Residual:
+    """The residual of centred logits."""
+    by_position, squares, whole, largest = map(np.asarray, _differences(found, expected))
+    kept = np.sort(squares)[: max(1, round(len(squares) * (1 - rounding.stray)))]
+    rms = float(np.sqrt(kept.mean() / max(float(whole), 1e-30)))
+    allowed = rounding.tolerance + PER_POSITION * positions
+    return Residual(by_position / max(float(largest), 1e-30), allowed, rms, rounding.stray)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _head(model: Model, params: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+    return centred(model.logits(params, model.output(params, x)))
+
+
+class HypothesisRunner:
+    """Computes the logits of hypotheses, in float32, from the first layer on in which they differ from the config.
+
+    Attributes:
+      at: what the config says.
+      hypotheses: those that need no look at a runtime's logits.
+      passes: forward passes so far; one that begins in the middle counts by its layers.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, batches: Sequence[Batch]):
+        self.params, self.batches = checkpoint.params, tuple(batches)
+        self.at = AuditedModel(checkpoint.layers, checkpoint.model)
+        self.model = forward_model(dataclasses.replace(checkpoint.model, dtype="float32"))
+        self.passes = 0.0
+        self.hypotheses = hypotheses(self.at)
+        self._keys: dict[tuple[Hypothesis | None, int], tuple[Hashable, ...]] = {}
+        self._streams: dict[int, list[Array]] = {}  # by batch: the input of every layer, and the last output
+        self._kept: dict[Hashable, Array] = {}
+
+    def keys(self, hypothesis: Hypothesis | None, batch: int) -> tuple[Hashable, ...]:
+        """What each layer's computation depends on: equal keys are equal computations of a batch.
+
+        Raises:
+          UserError: the hypothesis describes what cannot be.
+        """
+        if (hypothesis, batch) not in self._keys:
+            computation = self._computation(hypothesis, batch)
+            self._keys[hypothesis, batch] = _keys(computation, self._schedule(computation))
+        return self._keys[hypothesis, batch]
+
+    def logits(self, hypothesis: Hypothesis | None, batch: int) -> Float[Array, "B T V"]:
+        """Centred logits of a batch under a hypothesis; None: as the config says."""
+        keys, own = self.keys(hypothesis, batch), self.keys(None, batch)
+        if (batch, keys) in self._kept:
+            return self._kept[batch, keys]
+        computation = self._computation(hypothesis, batch)
+        schedule, params = self._schedule(computation), _reordered(self.params, computation)
+        same = [one == other for one, other in zip(keys, own, strict=True)]
+        start = same.index(False) if not all(same) else len(same)
+        with jax.default_matmul_precision("highest"):
+            x = self._config_streams(batch)[start]
+            if start == 0 and schedule.embeddings:  # what is added may differ where the first layer does
+                x = self._embed(schedule, computation, batch)
+            x = self._advance(params, x, schedule, computation, start, len(same))
+            found = _head(self.model, params, x)
+        self.passes += (len(same) - start) / len(same)
+        if found.nbytes * (len(self._kept) + 1) <= KEPT_BYTES:
+            self._kept[batch, keys] = found
+        return found
+
+    def _computation(self, hypothesis: Hypothesis | None, batch: int) -> Computation:
+        of_batch = self.batches[batch]
+        computation = Computation(self.at.layers, of_batch.positions, of_batch.length)
+        return computation if hypothesis is None else hypothesis.edit(computation)
+
+    def _schedule(self, computation: Computation) -> Schedule:
+        config, length = self.model.config, len(computation.positions)
+        # A window that all tokens fit in is none.
+        layers = [
+            dataclasses.replace(one, window=None) if one.window is not None and one.window >= length else one
+            for one in computation.layers
+        ]
+        schedule = build_schedule(layers, config.heads, config.kv_heads, config.head_dim, computation.length)
+        return schedule.generalize()
+
+    def _config_streams(self, batch: int) -> list[Array]:
+        if batch not in self._streams:
+            computation = self._computation(None, batch)
+            schedule = self._schedule(computation)
+            streams = [self._embed(schedule, computation, batch)]
+            for n in range(schedule.num_layers):
+                streams.append(self._advance(self.params, streams[-1], schedule, computation, n, n + 1))
+            self._streams[batch] = streams
+            self.passes += 1
+        return self._streams[batch]
+
+    def _embed(self, schedule: Schedule, computation: Computation, batch: int) -> Array:
+        tokens, positions = self.batches[batch].tokens, computation.positions[None]
+        return embed(self.model, self.params, tokens, schedule, positions)
+
+    def _advance(
+        self, params: Params, x: Array, schedule: Schedule, computation: Computation, start: int, stop: int
+    ) -> Array:
+        return advance(self.model, params, x, schedule, start, stop, positions=computation.positions[None])
+
+
+def _keys(computation: Computation, schedule: Schedule) -> tuple[Hashable, ...]:
+    arrays = (schedule.fixed_freq, schedule.gain, schedule.alibi_slope, schedule.logit_scale)
+    positions = hashlib.sha256(computation.positions.tobytes()).digest()
+    found = []
+    for n, structure in enumerate(schedule.structure):
+        numbers = hashlib.sha256(b"".join(np.asarray(array[n]).tobytes() for array in arrays)).digest()
+        orders = tuple(order._replace(layers=()) for order in computation.orders if n in order.layers)
+        embedded = schedule.embeddings if n == 0 else ()
+        found.append((numbers, structure, orders, positions, embedded))
+    return tuple(found)
+
+
+def _reordered(params: Params, computation: Computation) -> Params:
+    """Parameters with the channels of queries and keys in the orders of a computation."""
+    if not computation.orders:
+        return params
+    leaves = leaf_paths(params)
+    for path in leaves:
+        if path.removeprefix("layers.") not in ROTATED:
+            continue
+        for order in computation.orders:
+            if (chosen := order.of(path)) is None:
+                continue
+            leaf, layers = leaves[path], np.array(order.layers)
+            # [N, D, H, K], [N, H, K], or the scales [N, K] of a norm per head.
+            flat = leaf.reshape(*leaf.shape[:-2], -1) if leaf.ndim > 2 else leaf
+            taken = flat[layers][..., np.array(chosen)[: flat.shape[-1]]]
+            leaves[path] = flat.at[layers].set(taken).reshape(leaf.shape)
+    return nested(leaves)
+
+
+class Trial(NamedTuple):
+    """A hypothesis, and how far its logits are from the runtime's.
+
+    Attributes:
+      hypothesis: None: what the config says.
+      residual: at the first batch that refutes it, else at the last one.
+      explains: no batch refutes it.
+      ratio: of its error to that of the config, at that batch.
+      same: other hypotheses that compute the same of these batches.
+    """
+
+    hypothesis: Hypothesis | None
+    residual: Residual
+    explains: bool
+    ratio: float = 1.0
+    same: tuple[Hypothesis, ...] = ()
+
+    @property
+    def faults(self) -> set[str]:
+        """Those that it may be."""
+        return {one.fault for one in (self.hypothesis, *self.same) if one is not None}
+
+
+@dataclass(frozen=True)
+class Audit:
+    """The result of an audit.
+
+    Attributes:
+      config: what the config says.
+      ranked: the hypotheses, the best first; empty if the config explains the logits, or no hypothesis can.
+      rounding: what it may make of an error.
+      first: the error of the first tokens, which attend to themselves alone.
+      elsewhere: that error is no rounding, and no fault of positions changes it in this model.
+      passes: forward passes that it took.
+    """
+
+    config: Trial
+    ranked: tuple[Trial, ...]
+    rounding: Rounding
+    first: float
+    elsewhere: bool
+    passes: float
+
+    @property
+    def sound(self) -> bool:
+        return self.config.explains
+
+    @property
+    def found(self) -> Trial | None:
+        """The best hypothesis that explains the logits; None: none does."""
+        return self.ranked[0] if self.ranked and self.ranked[0].explains else None
+
+    @property
+    def equals(self) -> list[Trial]:
+        """The other hypotheses that explain them as well."""
+        return [one for one in self.ranked[1:] if one.explains]
+
+
+Tell = Callable[[int, int, str], None]  # hypotheses tried, hypotheses to try, the one under way
+
+
+class Search:
+    """The search for the hypothesis that explains the logits of a runtime.
+
+    Args:
+      runner: has the weights and the batches, the shortest one first.
+      logits: what the runtime computed of each batch.
+      tolerance: what rounding may be, as in `Rounding`. None: that of float32; or what the error of the first tokens
+        shows, if the runtime is not `exact`.
+      exact: the runtime computes in float32.
+      tell: called with the progress.
+    """
+
+    def __init__(
+        self,
+        runner: HypothesisRunner,
+        logits: Sequence[Float[Any, "B T V"]],
+        tolerance: float | None = None,
+        exact: bool = True,
+        tell: Tell = lambda done, total, name: None,
+    ):
+        self.runner, self.tell = runner, tell
+        vocabulary = runner.model.config.vocab_size
+        for one in logits:
+            if one.shape[-1] < vocabulary:
+                raise CheckpointError(
+                    f"The runtime has logits of {one.shape[-1]:,} tokens, and the model a vocabulary of {vocabulary:,}."
+                )
+        self.logits = [centred(one[..., :vocabulary]) for one in logits]  # some converters pad the vocabulary
+        self.every = range(len(runner.batches))
+        self.rounding = Rounding(RELATIVE if tolerance is None else tolerance)
+        self.first = max(float(self._residual(None, batch).by_position[0]) for batch in self.every)
+        if tolerance is None and not exact and RELATIVE < self.first <= MOST_NOISE:
+            self.rounding = Rounding(NOISE * self.first, STRAY)
+        self.own = [self._residual(None, batch) for batch in self.every]
+        self.elsewhere = self.first > self.rounding.tolerance and not runner.at.first_token_moves
+        self.failing = next((batch for batch in self.every if not self.own[batch].explained), None)
+        self.tried: dict[Hashable, Trial] = {}
+
+    def run(self) -> Audit:
+        """The verdict; hypotheses are only tried where the config does not explain the logits, and one of them may."""
+        before = self.runner.passes
+        shown = self.every[-1] if self.failing is None else self.failing
+        if self.failing is not None and not self.elsewhere:
+            for stage in (self._all, self._some_layers, self._pairs):
+                stage()
+                if any(one.explains for one in self.tried.values()):
+                    break
+        ranked = sorted(self.tried.values(), key=lambda one: (not one.explains, one.ratio))
+        config = Trial(None, self.own[shown], self.failing is None)
+        passes = self.runner.passes - before + len(self.every)
+        return Audit(config, tuple(ranked), self.rounding, self.first, self.elsewhere, passes)
+
+    def _residual(self, hypothesis: Hypothesis | None, batch: int) -> Residual:
+        found = self.runner.logits(hypothesis, batch)
+        return compare(found, self.logits[batch], self.runner.batches[batch].positions, self.rounding)
+
+    def _all(self) -> None:
+        begins = max(residual.begins or 0 for residual in self.own)
+        self._try([*self.runner.hypotheses, *(from_token(self.runner.at, begins) if begins else ())])
+
+    def _try(self, hypotheses: Iterable[Hypothesis]) -> None:
+        different: dict[Hashable, list[Hypothesis]] = {}
+        for hypothesis in hypotheses:
+            if (key := self._key(hypothesis)) is not None and key not in self.tried:
+                different.setdefault(key, []).append(hypothesis)
+        for done, (key, (hypothesis, *same)) in enumerate(different.items()):
+            self.tell(done, len(different), hypothesis.fault)
+            self.tried[key] = self._trial(hypothesis)._replace(same=tuple(same))
+
+    def _key(self, hypothesis: Hypothesis) -> Hashable:
+        """What a hypothesis computes of all batches; None: what the config says, or what cannot be."""
+        try:
+            key = tuple(self.runner.keys(hypothesis, batch) for batch in self.every)
+        except UserError:
+            return None
+        return None if key == tuple(self.runner.keys(None, batch) for batch in self.every) else key
+
+    def _trial(self, hypothesis: Hypothesis) -> Trial:
+        for batch in self.every:
+            residual = self._residual(hypothesis, batch)
+            if not residual.explained:
+                break
+        return Trial(hypothesis, residual, residual.explained, residual.rms / max(self.own[batch].rms, 1e-30))
+
+    def _some_layers(self) -> None:
+        """Faults of some layers: the layer that explains most, then the best one beside it, while the error falls."""
+        faults = some_layers(self.runner.at)
+        singles: list[dict[int, float]] = []
+        for done, fault in enumerate(faults):
+            self.tell(done, len(faults), "layer by layer")
+            singles.append({n: self._error(fault.make([n])) for n in fault.among})
+        nearest = sorted(range(len(faults)), key=lambda i: min(singles[i].values()))[:NEAREST]
+        for i in nearest:
+            self._grow(faults[i], singles[i])
+            if any(one.explains for one in self.tried.values()):
+                return
+
+    def _grow(self, fault: SomeLayers, errors: dict[int, float]) -> None:
+        chosen, error = [], self.own[self.failing].rms
+        while errors:
+            best = min(errors, key=errors.__getitem__)
+            if errors[best] > GAIN * error:
+                return
+            chosen, error = [*chosen, best], errors[best]
+            hypothesis = fault.make(chosen)
+            trial = self.tried[self._key(hypothesis)] = self._trial(hypothesis)
+            if trial.explains:
+                return
+            self.tell(len(chosen), len(fault.among), hypothesis.fault)
+            errors = {n: self._error(fault.make([*chosen, n])) for n in fault.among if n not in chosen}
+
+    def _error(self, hypothesis: Hypothesis) -> float:
+        """At the first batch that the config does not explain."""
+        return self._residual(hypothesis, self.failing).rms
+
+    def _pairs(self) -> None:
+        """Each of the nearest hypotheses with each other one of another fault."""
+        nearest = sorted(self.tried.values(), key=lambda one: one.ratio)[:NEAREST]
+        faults = [one.hypothesis for one in nearest if one.ratio < GAIN]
+        others = self.runner.hypotheses
+        self._try([one.then(other) for one in faults for other in others if other.fault != one.fault])
