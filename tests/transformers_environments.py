@@ -1,6 +1,7 @@
 """Virtual environments with transformers 4.56 and 5 for the slow tests, and one call that reads a model in them.
 
-A third has lm-evaluation-harness beside transformers 5, for the test that compares its own backend with ours.
+A third has lm-evaluation-harness beside transformers 5, for the test that compares its own backend with ours, and a
+fourth what the Python code of vLLM and SGLang imports (tests/runtime_environments.py).
 
 What a user of an exported model will have is a fresh process with other packages: neither major of
 transformers may share an interpreter with the tests, or with the other. The environments are made on first use in
@@ -43,10 +44,19 @@ SHARED = (
     "jinja2==3.1.6",
 )
 FIVE = ("transformers==5.23.0", "tokenizers==0.23.3", "huggingface_hub==2.4.0", "accelerate==1.15.0")
+# The transformers that both vLLM 0.33.0 and SGLang 0.5.23 ask for, and what their Python code imports.
+SERVERS = (
+    *("transformers==5.19.0", "tokenizers==0.23.2", "huggingface_hub==1.33.0", "compressed-tensors==0.17.0"),
+    *("aiohttp==3.14.5", "cachetools==8.0.2", "cbor2==6.3.0", "cloudpickle==3.1.3", "dill==0.4.1", "einops==0.8.2"),
+    *("fastapi==0.136.1", "msgspec==0.22.0", "openai==3.57.0", "orjson==3.13.0", "oss-harmony==0.0.11"),
+    *("partial-json-parser==0.2.1.1.post7", "pillow==13.0.0", "prometheus_client==0.26.0", "psutil==7.2.2"),
+    *("pybase64==1.5.1", "pyzmq==27.3.0", "uvicorn==0.54.0"),
+)
 PINS = {
     "4.56": ("transformers==4.56.2", "tokenizers==0.22.2", "huggingface_hub==0.36.2", "accelerate==1.15.0"),
     "5": FIVE,
     "5+lm_eval": (*FIVE, "lm_eval==0.4.13", "datasets==5.2.0"),
+    "servers": SERVERS,
 }
 # Of lm_eval's requirements; there are no wheels of them, and they are Python alone.
 SOURCE_ONLY = ("sqlitedict", "word2number")
@@ -60,7 +70,7 @@ def cache() -> Path:
 
 @functools.cache
 def environment(version: str) -> Path:
-    """The python of an environment of PINS, made when it is not there yet: "4.56" or "5" of transformers, "5+lm_eval".
+    """The python of an environment of PINS, made when it is not there yet: "4.56" or "5" of transformers, "5+lm_eval", "servers".
 
     Raises:
       RuntimeError: it cannot be made; the message ends with pip's own last lines.
@@ -70,7 +80,7 @@ def environment(version: str) -> Path:
     directory = cache() / f"transformers-{version}"
     stamp = {"base": sys.base_prefix, "python": sys.version.split()[0], "packages": [*SHARED, *PINS[version]]}
     if not _is_made(directory, stamp):
-        with _lock(cache() / "lock"):
+        with locked():
             # While this process waited, another one may have made it.
             if not _is_made(directory, stamp):
                 shared = cache() / "torch"
@@ -232,7 +242,9 @@ def _is_made(directory: Path, stamp: dict) -> bool:
 
 
 @contextmanager
-def _lock(path: Path) -> Iterator[None]:
+def locked() -> Iterator[None]:
+    """Holds the cache while something is made in it: one process at a time."""
+    path = cache() / "lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         # The kernel lets go of it when the process that holds it dies.
@@ -245,20 +257,21 @@ def _make(directory: Path, stamp: dict, packages: tuple[str, ...], seen: Path | 
     started = time.monotonic()
     if directory.exists():
         shutil.rmtree(directory)
-    _call(directory, [sys.executable, "-I", "-m", "venv", str(directory)])
+    call(directory, [sys.executable, "-I", "-m", "venv", str(directory)])
     if seen is not None:
         # Behind this environment's own packages on sys.path; pip takes what it finds there as installed.
         (_site_packages(directory) / "shared.pth").write_text(f"{_site_packages(seen)}\n")
     # --only-binary: a package without a wheel for this Python must not start a compiler.
     install = ["-m", "pip", "install", "--no-input", "--disable-pip-version-check", "--only-binary=:all:"]
-    _call(directory, [str(_python(directory)), "-I", *install, f"--no-binary={','.join(SOURCE_ONLY)}", *packages])
-    _call(directory, [str(_python(directory)), "-I", "-c", PROOF])
+    call(directory, [str(_python(directory)), "-I", *install, f"--no-binary={','.join(SOURCE_ONLY)}", *packages])
+    call(directory, [str(_python(directory)), "-I", "-c", PROOF])
     (directory / "stamp.json").write_text(json.dumps(stamp, indent=1) + "\n")
     size = sum(path.lstat().st_size for path in directory.rglob("*"))
     print(f"{directory}: made in {time.monotonic() - started:.0f} s, {size / 1e6:.0f} MB")
 
 
-def _call(directory: Path, command: list[str]) -> None:
+def call(directory: Path, command: list[str]) -> None:
+    """Runs a command that makes `directory`. Raises RuntimeError with the last lines that it printed."""
     try:
         process = subprocess.run(
             command,
@@ -276,7 +289,7 @@ def _call(directory: Path, command: list[str]) -> None:
     if failed:
         last = "\n".join(printed.strip().splitlines()[-LINES_OF_PIP:])
         raise RuntimeError(
-            f"the environment {directory} cannot be made ({how}): {' '.join(command)}\n{last}\n"
+            f"{directory} cannot be made ({how}): {' '.join(command)}\n{last}\n"
             "Its packages come from pip's own configuration (pip config list); without a network, put wheels of the "
-            "pins in tests/transformers_environments.py into a folder and set PIP_FIND_LINKS to it."
+            "pins in tests/transformers_environments.py and runtime_environments.py into a folder and set PIP_FIND_LINKS to it."
         )

@@ -25,6 +25,9 @@ RUNTIMES = {
 }
 # Of other architectures, only what transformers makes of them is known.
 _KNOWN = ("llama", "qwen2", "qwen3", "smollm3", "gemma", "gpt_neox")
+# How a statement about a runtime that does not compute an export begins, or which of these it contains.
+WRONG, NO_START, SHORTER, LONGER = "wrong", "does not start", "serves", "needs"
+KINDS = (WRONG, NO_START, SHORTER, LONGER)
 _OF_TRANSFORMERS = ("gpt_neox", "smollm3")  # vLLM and SGLang run these by transformers' own classes
 
 

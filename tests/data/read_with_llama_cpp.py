@@ -6,14 +6,14 @@
 What pe_lab/checkpoints/runtimes.py says of llama.cpp was measured with it. --source is a checkout of llama.cpp, or the
 vendor/llama.cpp of a source distribution of llama-cpp-python, whose `llama_cpp` folder has the bindings. The library is
 that of the package xllamacpp of the same month. Also needed: torch, and transformers of the version that the converter
-asks for (5 has other keys for GPT-NeoX). --model, --tokens and --out may be repeated. Vocabularies are left out.
+asks for (5 has other keys for GPT-NeoX). --model, --tokens and --out may be repeated. Vocabularies are left out. Where
+a model is not converted, loaded or evaluated, a .txt beside --out says why.
 """
 
 import argparse
 import ctypes
 import importlib.util
 import logging
-import os
 import sys
 import types
 from pathlib import Path
@@ -98,18 +98,24 @@ def main() -> None:
     arguments = parser.parse_args()
     sys.path[:0] = [str(arguments.source), str(arguments.source / "gguf-py")]
     logging.disable(logging.WARNING)
-    c = None
+    c, converted = None, {}
     for directory, tokens, out in zip(arguments.model, arguments.tokens, arguments.out, strict=True):
-        file = f"{out}.gguf"
-        convert(directory, file)
+        file = converted.get(directory) or Path(f"{out}.gguf")
         if c is None:
             c = library(arguments.bindings)
             quiet = c.llama_log_callback(lambda level, text, data: None)
             c.llama_log_set(quiet, ctypes.c_void_p(0))
             c.llama_backend_init()
-        np.save(out, logits_of(c, file, np.load(tokens)))
-        os.remove(file)
+        try:
+            if directory not in converted:
+                convert(directory, str(file))
+                converted[directory] = file
+            np.save(out, logits_of(c, str(file), np.load(tokens)))
+        except (Exception, SystemExit) as error:  # what a person would meet is a result
+            Path(out).with_suffix(".txt").write_text(f"{type(error).__name__}: {error}")
         print(f"{directory}: done", flush=True)
+    for file in converted.values():
+        file.unlink()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,223 @@
+"""Exports of edited models, the forms that their `config.json` may take, and what runtimes compute of them.
+
+`VARIANTS` has at least one for each line of `pe_lab.checkpoints.runtimes.CONTENTS`; tests/checkpoints/
+test_runtime_variants.py reads each in vLLM, SGLang and llama.cpp, and compares with pe_lab.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from checkpoint_tables import EDITS, HF, Edit, edited, tensors
+from runtime_environments import READERS, Job, Result
+from safetensors.numpy import save_file
+
+from pe_lab.checkpoints.rope_parameters import NO_ROTATION, declared_length
+from pe_lab.checkpoints.runtimes import LLAMA_CPP, LONGER, NO_START, SGLANG, SHORTER, WRONG
+from pe_lab.positional import Layer, Llama3, LongRope, NoPE, PartialRope, Rope, Yarn, frequencies, pattern
+
+TRAINED = 16  # tokens, of the edits and of the models below
+PREFIXES = (12, 17, 48)  # tokens read: within the training length, one more, and three times as many
+_BASE = 500.0
+
+Config = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """An exported model, in the form that `convert` writes or, with `rewrite`, in another one."""
+
+    edit: Edit
+    rewrite: Callable[[Config], Config] | None = None
+    name: str = ""
+    biased: bool = False  # whether queries, keys, values and outputs get biases first
+
+    @property
+    def title(self) -> str:
+        return self.name or self.edit.name
+
+
+def _table_of(config: Config, divisors: Sequence[float], gain: float, mscales: bool) -> Config:
+    rope = {
+        "rope_type": "longrope",
+        "short_factor": list(divisors),
+        "long_factor": list(divisors),
+        "factor": 1.0,
+        "original_max_position_embeddings": config["max_position_embeddings"],
+        "attention_factor": gain,
+    }
+    rope |= {"short_mscale": gain, "long_mscale": gain} if mscales else {}
+    keys = {"rope_scaling": rope, "rope_parameters": rope | {"rope_theta": config["rope_theta"]}}
+    return config | keys | {"original_max_position_embeddings": config["max_position_embeddings"]}
+
+
+def _dropped_as_table(config: Config) -> Config:
+    width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return _table_of(config, [NO_ROTATION] * (width // 2), 1.0, mscales=True)
+
+
+def _without_mscales(config: Config) -> Config:
+    config = json.loads(json.dumps(config))
+    for keys in (config["rope_scaling"], config["rope_parameters"]):
+        del keys["short_mscale"], keys["long_mscale"]
+    return config
+
+
+def _of(name: str, edit: str, rewrite: Callable[[Config], Config]) -> Variant:
+    (found,) = (each for each in EDITS if each.name == edit)
+    return Variant(found, rewrite, name)
+
+
+# The gain is not the one that servers compute of the lengths.
+_GAINED = Rope(_BASE, scaling=LongRope((1.0, 2.0, 3.0, 4.0), (1.0, 2.0, 3.0, 4.0), TRAINED, 4.0, 1.4))
+_WINDOWED = pattern([Layer(Rope(_BASE), 8)])
+VARIANTS = (
+    *(Variant(edit) for edit in EDITS),
+    Variant(Edit("llama3 on Qwen3", "qwen3", Rope(_BASE, scaling=Llama3(4, original_length=TRAINED)))),
+    Variant(Edit("one table with a gain", "llama", _GAINED)),
+    Variant(Edit("YaRN(4) with mscale", "llama", Rope(_BASE, scaling=Yarn(4, TRAINED, mscale=0.7, mscale_all_dim=0.3)))),
+    Variant(Edit("YaRN(4) with betas", "llama", Rope(_BASE, scaling=Yarn(4, TRAINED, beta_fast=2.0, beta_slow=0.25)))),
+    Variant(Edit("YaRN(4) without rounding", "llama", Rope(_BASE, scaling=Yarn(4, 4096, truncate=False)))),
+    Variant(Edit("YaRN(4) with an attention factor", "llama", Rope(_BASE, scaling=Yarn(4, TRAINED, attention_factor=1.3)))),
+    Variant(Edit("windows on all layers, Qwen2", "qwen2_window", _WINDOWED)),
+    Variant(Edit("windows on all layers, Qwen3", "qwen3", _WINDOWED)),
+    Variant(Edit("windows on some layers, Qwen2", "qwen2_window", pattern([Layer(Rope(_BASE), 8), Layer(Rope(_BASE))] * 2))),
+    Variant(Edit("windows of full layers, SmolLM3", "smollm3", pattern([Layer(Rope(_BASE), 8)] * 3 + [Layer(NoPE())]))),
+    Variant(Edit("every fourth layer without rotation", "smollm3", pattern([Rope(_BASE)] * 3 + [NoPE()]))),
+    Variant(Edit("biases, Llama", "llama_bias", Rope(_BASE))),
+    Variant(Edit("biases, Qwen3", "qwen3", Rope(_BASE)), biased=True),
+    Variant(Edit("biases, SmolLM3", "smollm3", pattern([Rope(_BASE)] * 3 + [NoPE()])), biased=True),
+    Variant(Edit("biases, Gemma", "gemma", Rope(10000.0)), biased=True),
+    Variant(Edit("GPT-NeoX, tied", "gpt_neox_sequential", PartialRope(10000.0, 0.25))),
+    Variant(Edit("Gemma, RoPE of base 10,000", "gemma", Rope(10000.0))),
+    Variant(Edit("Gemma, RoPE of base 500", "gemma", Rope(_BASE))),
+    Variant(Edit("Gemma, YaRN(4)", "gemma", Rope(_BASE, scaling=Yarn(4, TRAINED)))),
+    Variant(Edit("GPT-NeoX, RoPE of base 10,000", "gpt_neox", PartialRope(10000.0, 0.25))),
+    Variant(Edit("GPT-NeoX, RoPE of base 500", "gpt_neox", PartialRope(_BASE, 0.25))),
+    Variant(Edit("heads of another width", "llama_head_dim", Rope(_BASE))),
+    _of("dropped, as a table", "dropped", _dropped_as_table),
+    _of("QK-norm, dropped, as a table", "QK-norm, dropped", _dropped_as_table),
+    _of("Gemma, dropped, as a table", "Gemma, dropped", _dropped_as_table),
+    Variant(Edit("one table with a gain", "llama", _GAINED), _without_mscales, "one table with a gain, without mscales"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Written:
+    """A variant's directory, and what pe_lab computes of it."""
+
+    variant: Variant
+    directory: Path
+    config: Config
+    tokens: np.ndarray  # [T]
+    logits: dict[int, np.ndarray]  # by the number of tokens, [T, V]
+    layers: tuple[Layer, ...]
+    head_dim: int
+
+
+def write(variant: Variant, scratch: Path) -> Written:
+    """Exports a variant."""
+    edit = variant.edit
+    if variant.biased:
+        edit = dataclasses.replace(edit, base=str(_biased(HF / edit.base, scratch / "biased")))
+    lm, out, _ = edited(edit, scratch)
+    file = out / "config.json"
+    config = json.loads(file.read_text())
+    if variant.rewrite is not None:
+        config = {key: value for key, value in variant.rewrite(config).items() if key != "pe_lab"}
+        file.write_text(json.dumps(config))
+    lengths = [int(option.removeprefix("--length=")) for option in edit.options if "--length=" in option]
+    lm = lm.at_length(lengths[0]) if lengths else lm
+    tokens = np.random.default_rng(0).integers(0, lm.config.vocab_size, max(PREFIXES))
+    if any(layer.follows_length for layer in lm.layers):
+        logits = {n: np.asarray(lm.logits(tokens[None, :n]))[0] for n in PREFIXES}
+    else:
+        whole = np.asarray(lm.logits(tokens[None]))[0]
+        logits = {n: whole[:n] for n in PREFIXES}
+    return Written(variant, out, config, tokens, logits, tuple(lm.layers), lm.config.head_dim)
+
+
+def _biased(base: Path, copy: Path) -> Path:
+    """A copy of a model with biases of queries, keys, values and outputs."""
+    shutil.copytree(base, copy)
+    found, random = tensors(copy), np.random.default_rng(1)
+    for name in [name for name in found if ".self_attn." in name and name.endswith("_proj.weight")]:
+        size = found[name].shape[0]
+        found[name.replace(".weight", ".bias")] = random.normal(size=size).astype(found[name].dtype)
+    save_file(found, copy / "model.safetensors")
+    file = copy / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"attention_bias": True}))
+    return copy
+
+
+def measure(runtime: str, written: Sequence[Written]) -> list[set[str]]:
+    """How each variant fails in a runtime, as the kinds of `KINDS`; empty: it is right, at all of `PREFIXES`.
+
+    A runtime that derives a shorter length than the export declares, or than the longest prefix, reads it once more with
+    that length set.
+    """
+    jobs = [Job(each.directory, each.tokens) for each in written]
+    results = READERS[runtime](jobs, PREFIXES)
+    found = [failures(runtime, each, result) for each, result in zip(written, results, strict=True)]
+    if runtime == LLAMA_CPP:
+        return found
+    again = [n for n, result in enumerate(results) if not result.error and result.max_length < max(PREFIXES)]
+    jobs = [dataclasses.replace(jobs[n], length=_reach(written[n])) for n in again]
+    for n, result in zip(again, READERS[runtime](jobs, PREFIXES), strict=True):
+        # It started with its own length, so that an error is one of this length.
+        longer = {WRONG} if result.error else failures(runtime, written[n], result)
+        found[n] |= longer & {WRONG}
+    return found
+
+
+def _reach(written: Written) -> int:
+    declared = declared_length(written.config)
+    return declared if declared > TRAINED else max(PREFIXES)
+
+
+def failures(runtime: str, written: Written, result: Result) -> set[str]:
+    """The kinds of failures that one result shows."""
+    if result.error:
+        return {NO_START}
+    kinds = set()
+    if runtime != LLAMA_CPP:
+        declared = declared_length(written.config)
+        kinds |= {SHORTER} if result.max_length < declared else {LONGER} if result.max_length > declared else set()
+    limit = tolerance(runtime, written.config)
+    differences = [np.abs(logits - written.logits[n]).max() for n, logits in result.logits.items()]
+    if not differences or max(differences) > limit or not rotations_agree(written, result):
+        kinds.add(WRONG)
+    return kinds
+
+
+def tolerance(runtime: str, config: Mapping[str, Any]) -> float:
+    """The largest difference of a logit that is called right: that of another GELU where a runtime has one."""
+    other_gelu = {LLAMA_CPP: ("gemma", "gpt_neox"), SGLANG: ("gemma",)}
+    return 4e-3 if config["model_type"] in other_gelu.get(runtime, ()) else 2e-5
+
+
+def rotations_agree(written: Written, result: Result) -> bool:
+    """Whether the rotations that a runtime calls are pe_lab's, cos and sin times the gain, at all positions read."""
+    if result.rotations is None:
+        return True
+    positions = result.positions
+    for layer, theirs in zip(written.layers, result.rotations, strict=True):
+        if theirs.size == 0:  # transformers' classes rotate
+            continue
+        if np.isnan(theirs).any():
+            if not isinstance(layer.encoding, NoPE):
+                return False
+            continue
+        inv_freq, gain = frequencies(layer.encoding, written.head_dim, len(positions))
+        angles = positions[:, None] * np.asarray(inv_freq, np.float64)
+        ours = np.stack([np.cos(angles), np.sin(angles)], -1) * np.asarray(gain)[None, :, None]
+        if np.abs(ours[:, : theirs.shape[1]] - theirs).max(initial=0) > 1e-5:
+            return False
+    return True
