@@ -15,19 +15,27 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checkpoint_tables import EDITS, HF, Edit, edited, tensors
+from checkpoint_tables import EDITS, HF, Edit, edited, families, tensors
 from runtime_environments import READERS, Job, Result
 from safetensors.numpy import save_file
 
 from pe_lab.checkpoints.rope_parameters import NO_ROTATION, declared_length
 from pe_lab.checkpoints.runtimes import LLAMA_CPP, LONGER, NO_START, SGLANG, SHORTER, WRONG
-from pe_lab.positional import Layer, Llama3, LongRope, NoPE, PartialRope, Rope, Yarn, frequencies, pattern
+from pe_lab.language_model import LanguageModel
+from pe_lab.positional import DynamicNTK, Layer, Llama3, LongRope, NoPE, PartialRope, Rope, Yarn, drop, frequencies, pattern
 
 TRAINED = 16  # tokens, of the edits and of the models below
 PREFIXES = (12, 17, 48)  # tokens read: within the training length, one more, and three times as many
 _BASE = 500.0
 
 Config = dict[str, Any]
+
+
+class Unchanged(Edit):
+    """A model of tests/data/hf, taken out as it is."""
+
+    def apply(self, lm: LanguageModel) -> LanguageModel:
+        return lm
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,20 @@ def _without_mscales(config: Config) -> Config:
     return config
 
 
+def _dropped_by_type_as_table(config: Config) -> Config:
+    """As `_dropped_as_table`, where the rope parameters are by type of layers."""
+    flat = _dropped_as_table(config)
+    return flat | {"rope_parameters": {kind: flat["rope_parameters"] for kind in config["rope_parameters"]}}
+
+
+def _without_pe_lab(config: Config) -> Config:
+    return config
+
+
+def _family(base: str, name: str = "") -> Variant:
+    return Variant(Unchanged(name or base, base, None))
+
+
 def _of(name: str, edit: str, rewrite: Callable[[Config], Config]) -> Variant:
     (found,) = (each for each in EDITS if each.name == edit)
     return Variant(found, rewrite, name)
@@ -78,6 +100,10 @@ def _of(name: str, edit: str, rewrite: Callable[[Config], Config]) -> Variant:
 # The gain is not the one that servers compute of the lengths.
 _GAINED = Rope(_BASE, scaling=LongRope((1.0, 2.0, 3.0, 4.0), (1.0, 2.0, 3.0, 4.0), TRAINED, 4.0, 1.4))
 _WINDOWED = pattern([Layer(Rope(_BASE), 8)])
+# Models whose form is among the edits, and one that no runtime has.
+_NOT_AS_THEY_ARE = ("llama_drope", "llama_sharded", "llama_tied_bf16", "llama", "llama_bias", "llama_head_dim", "gpt_neox")
+# Of families with one rotation, those whose dropped form is not among the edits.
+_DROPPED = ("mistral", "ministral3", "olmo2", "gemma2", "cohere2", "exaone4", "granite", "phi3", "starcoder2", "stablelm", "glm4", "falcon_7b")
 VARIANTS = (
     *(Variant(edit) for edit in EDITS),
     Variant(Edit("llama3 on Qwen3", "qwen3", Rope(_BASE, scaling=Llama3(4, original_length=TRAINED)))),
@@ -106,6 +132,10 @@ VARIANTS = (
     _of("QK-norm, dropped, as a table", "QK-norm, dropped", _dropped_as_table),
     _of("Gemma, dropped, as a table", "Gemma, dropped", _dropped_as_table),
     Variant(Edit("one table with a gain", "llama", _GAINED), _without_mscales, "one table with a gain, without mscales"),
+    Variant(Edit("dynamic NTK, factor 4", "llama", Rope(_BASE, scaling=DynamicNTK(TRAINED, 4.0)))),
+    *(_family(name) for name in families() if name not in _NOT_AS_THEY_ARE),
+    *(Variant(Edit(f"{base}, dropped", base, drop())) for base in _DROPPED),
+    *(Variant(Edit(f"{base}, dropped", base, drop()), _dropped_as_table, f"{base}, dropped, as a table") for base in _DROPPED),
 )  # fmt: skip
 
 

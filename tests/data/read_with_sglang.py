@@ -5,7 +5,7 @@
 FOLDER has SGLang's files, unpacked from its wheel; tests/runtime_environments.py starts it. Everything is SGLang's own
 code, its model classes, its rotations in torch (`forward_native`), its loader and what derives lengths, but for: the
 attention kernel (server_results.py), which gets the window and the scale that the model class passes, and has as many
-tokens as SGLang's torch_native backend gives it; and the empty modules of `STUBBED`.
+tokens as SGLang's backends give it; and the empty modules of `STUBBED`.
 """
 
 import os
@@ -70,7 +70,7 @@ def prepare(packages: Path):
             device="cpu",
             dtype="float32",
             skip_tokenizer_init=True,
-            attention_backend="torch_native",
+            attention_backend="triton",
             sampling_backend="pytorch",
             disable_cuda_graph=True,
             context_length=length,

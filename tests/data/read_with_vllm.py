@@ -8,6 +8,7 @@ the attention kernel (server_results.py), which gets the window and the scale th
 `vllm._C`, whose operations the option `custom_ops: none` avoids; and the empty modules of `STUBBED`.
 """
 
+import gc
 import os
 import sys
 import tempfile
@@ -33,6 +34,10 @@ def prepare(packages: Path):
         "VLLM_TARGET_DEVICE": "cpu",
     }
     torch.accelerator.empty_cache = lambda: None  # there is no accelerator
+    # Compiled activations that classes look up when they are made; they compute them in torch.
+    operations = torch.library.Library("_C", "FRAGMENT")
+    for name in ("gelu_new", "gelu_fast", "gelu_quick"):
+        operations.define(f"{name}(Tensor out, Tensor input) -> ()")
     stubs = StubbedModules(*STUBBED)
     sys.path.insert(0, str(packages))
     import vllm.model_executor.layers.attention.attention as attention
@@ -72,7 +77,8 @@ def prepare(packages: Path):
         get_kv_cache_shape = staticmethod(lambda *_, **__: ())
 
     attention.get_attn_backend = lambda *_, **__: Backend
-    started = []
+    started = [operations]  # a library lasts as long as its object
+    gc.freeze()  # it collects garbage after each model, which takes longer than the model
     print(f"stubbed: {', '.join(sorted(stubs.used))}", flush=True)
 
     def compute(directory: str, sequences: list[torch.Tensor], length: int | None, seen: server_results.Seen) -> dict:
@@ -88,7 +94,7 @@ def prepare(packages: Path):
         ).create_engine_config()
         served = config.model_config.max_model_len
         with set_current_vllm_config(config):
-            if not started:
+            if len(started) == 1:
                 init_distributed_environment(1, 0, f"file://{scratch}/rendezvous", 0, "gloo")
                 ensure_model_parallel_initialized(1, 1)
                 started.append(True)

@@ -102,8 +102,8 @@ def main(description: str, prepare: Callable[[Path], Callable[[str, list[torch.T
             nothing = np.full_like(own[0], np.nan) if own else np.zeros((0, 0, 2), np.float32)
             found["max_length"] = str(found["max_length"])  # 256e30 is no integer of numpy
             found["windows"] = np.array(seen.windows)
-            found["rotations"] = np.stack([nothing if r is None else r for r in seen.rotations])
-            found["positions"] = seen.positions.numpy()
+            found["rotations"] = np.array([nothing if r is None else r for r in seen.rotations])
+            found["positions"] = np.zeros(0, int) if seen.positions is None else seen.positions.numpy()
         except Exception as error:  # what a person would meet at the server's start is a result
             traceback.print_exc()
             found = {"error": f"{type(error).__name__}: {error}"}
