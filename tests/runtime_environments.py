@@ -118,6 +118,7 @@ class Result:
     max_length: int = 0  # the longest sequence, in tokens, that it serves
     class_name: str = ""
     logits: dict[int, np.ndarray] = field(default_factory=dict)  # by the number of tokens that it read, [T, V] float32
+    errors: dict[int, str] = field(default_factory=dict)  # by the number of tokens that it started with, and failed on
     windows: tuple[int, ...] = ()  # by layer, tokens; 0: all
     positions: np.ndarray | None = None  # [P]
     rotations: np.ndarray | None = None  # [N, P, R, 2]: (cos, sin) x gain; NaN where none of the runtime's is called
@@ -152,6 +153,7 @@ def _result(file: Path) -> Result:
             max_length=int(found["max_length"]),
             class_name=str(found["class_name"]),
             logits={int(key.removeprefix("logits_")): found[key] for key in found if key.startswith("logits_")},
+            errors={int(key.removeprefix("error_")): str(found[key]) for key in found if key.startswith("error_")},
             windows=tuple(found["windows"].tolist()),
             positions=found["positions"],
             rotations=found["rotations"],

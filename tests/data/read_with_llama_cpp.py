@@ -13,6 +13,7 @@ a model is not converted, loaded or evaluated, a .txt beside --out says why.
 import argparse
 import ctypes
 import importlib.util
+import json
 import logging
 import sys
 import types
@@ -36,7 +37,16 @@ def convert(directory: str, file: str) -> None:
             self.gguf_writer.add_vocab_size(config["vocab_size"])
 
     kind.set_vocab = without_vocabulary
-    kind(Path(directory), gguf.LlamaFileType.ALL_F32, Path(file), is_big_endian=False, eager=False).write()
+    vocabulary = Path(directory) / "tokenizer.json"
+    missing = not vocabulary.exists()
+    if missing:  # the converter of Gemma 3 counts its entries
+        entries = {"model": {"vocab": {str(n): n for n in range(config["vocab_size"])}}, "added_tokens": []}
+        vocabulary.write_text(json.dumps(entries))
+    try:
+        kind(Path(directory), gguf.LlamaFileType.ALL_F32, Path(file), is_big_endian=False, eager=False).write()
+    finally:
+        if missing:
+            vocabulary.unlink()
 
 
 def library(bindings: Path):

@@ -92,12 +92,8 @@ def prepare(packages: Path):
             model_config=config, load_config=LoadConfig(load_format="safetensors"), device_config=DeviceConfig("cpu")
         )
         seen.watch(model)
-        found = {"max_length": config.context_len, "class_name": type(model).__name__}
-        for sequence in sequences:
-            if len(sequence) > config.context_len:
-                continue
-            positions = torch.arange(len(sequence))
-            seen.begin(positions)
+
+        def forward(sequence: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
             # As many requests of one new token as positions: SGLang computes the logits of the last token of each.
             batch = ForwardBatch(
                 forward_mode=ForwardMode.EXTEND,
@@ -114,9 +110,10 @@ def prepare(packages: Path):
                 capture_hidden_mode=CaptureHiddenMode.NULL,
             )
             with forward_context(ForwardContext(attn_backend=Plain(seen))):
-                logits = model(sequence, positions, batch).next_token_logits
-            found[f"logits_{len(sequence)}"] = logits.detach().float().numpy()
-        return found
+                return model(sequence, positions, batch).next_token_logits
+
+        found = seen.read(sequences, config.context_len, forward)
+        return {"max_length": config.context_len, "class_name": type(model).__name__, **found}
 
     return compute
 

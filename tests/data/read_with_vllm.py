@@ -101,17 +101,14 @@ def prepare(packages: Path):
             model = get_model(vllm_config=config)
             seen.watch(model)
             metadata = dict.fromkeys(config.compilation_config.static_forward_context)
-            found = {"max_length": served, "class_name": type(model).__name__}
-            for sequence in sequences:
-                if len(sequence) > served:
-                    continue
-                positions = torch.arange(len(sequence))
-                seen.begin(positions)
-                current[:] = [seen]
+            current[:] = [seen]
+
+            def forward(sequence: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
                 with set_forward_context(metadata, config):
-                    logits = model.compute_logits(model(sequence, positions, None))
-                found[f"logits_{len(sequence)}"] = logits.detach().float().numpy()
-        return found
+                    return model.compute_logits(model(sequence, positions, None))
+
+            found = seen.read(sequences, served, forward)
+        return {"max_length": served, "class_name": type(model).__name__, **found}
 
     return compute
 

@@ -6,7 +6,7 @@ soft cap, window and sinks that the server's own code hands to its kernel. Queri
 
 import argparse
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -46,6 +46,29 @@ class Seen:
         self.windows.append(window)
         self.rotations.append(self.pending)
         self.pending = None
+
+
+    def read(
+        self, sequences: Sequence[torch.Tensor], longest: int, forward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    ) -> dict[str, object]:
+        """The logits [T, V] of each sequence that is not longer than `longest`, or its error, by their names in the file.
+
+        `forward` takes tokens and positions. What the last sequence without an error showed stays.
+        """
+        found: dict[str, object] = {}
+        for sequence in sequences:
+            if len(sequence) > longest:
+                continue
+            before = self.positions, self.windows, self.rotations
+            positions = torch.arange(len(sequence))
+            self.begin(positions)
+            try:
+                found[f"logits_{len(sequence)}"] = forward(sequence, positions).detach().float().numpy()
+            except Exception as error:  # what a person would meet is a result
+                traceback.print_exc()
+                found[f"error_{len(sequence)}"] = f"{type(error).__name__}: {error}"
+                self.positions, self.windows, self.rotations = before
+        return found
 
 
 def attend(
