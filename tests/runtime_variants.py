@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 from pe_lab.checkpoints.rope_parameters import NO_ROTATION, declared_length
 from pe_lab.checkpoints.runtimes import LLAMA_CPP, LONGER, NO_START, SGLANG, SHORTER, VLLM, WRONG
 from pe_lab.language_model import LanguageModel
-from pe_lab.positional import DynamicNTK, Layer, Llama3, LongRope, NoPE, PartialRope, Rope, Yarn, drop, frequencies, pattern
+from pe_lab.positional import DynamicNTK, Layer, Llama3, LongRope, NoPE, NTKByParts, PartialRope, Rope, Yarn, drop, frequencies, pattern
 
 TRAINED = 16  # tokens, of the edits and of the models below
 PREFIXES = (12, 17, 48)  # tokens read: within the training length, one more, and three times as many
@@ -95,9 +95,8 @@ def _usual_scale(directory: Path) -> None:
     _rewritten(directory, tensors(directory), query_pre_attn_scalar=head_dim)
 
 
-def _without_head_bias(directory: Path) -> None:
-    found = tensors(directory)
-    _rewritten(directory, found | {"lm_head.bias": np.zeros_like(found["lm_head.bias"])})
+def _small_epsilon(directory: Path) -> None:
+    _rewritten(directory, tensors(directory), rms_norm_eps=1e-6)
 
 
 def _table_of(config: Config, divisors: Sequence[float], gain: float, mscales: bool) -> Config:
@@ -159,11 +158,14 @@ def _of(name: str, edit: str, rewrite: Callable[[Config], Config]) -> Variant:
 
 # The gain is not the one that servers compute of the lengths.
 _GAINED = Rope(_BASE, scaling=LongRope((1.0, 2.0, 3.0, 4.0), (1.0, 2.0, 3.0, 4.0), TRAINED, 4.0, 1.4))
+_YARN = Rope(_BASE, scaling=Yarn(4, TRAINED))
 _WINDOWED = pattern([Layer(Rope(_BASE), 8)])
 # Models whose form is among the edits, and one that no runtime has.
 _NOT_AS_THEY_ARE = ("llama_drope", "llama_sharded", "llama_tied_bf16", "llama", "llama_bias", "llama_head_dim", "gpt_neox")
 # Of families with one rotation, those whose dropped form is not among the edits.
-_DROPPED = ("mistral", "ministral3", "olmo2", "gemma2", "cohere2", "exaone4", "granite", "phi3", "starcoder2", "stablelm", "stablelm_parallel", "glm4", "falcon_sequential", "exaone4_full")
+_DROPPED = ("mistral", "ministral3", "olmo2", "gemma2", "cohere2", "exaone4", "granite", "starcoder2", "stablelm", "stablelm_parallel", "glm4", "falcon_sequential", "exaone4_full")
+_SCALINGS = (NTKByParts(4, TRAINED), DynamicNTK(TRAINED), Yarn(2.3, TRAINED), LongRope((1.0,) * 4, (1.0, 2.0, 3.0, 4.0), TRAINED, 4.0))
+_EVERY_FOURTH = [Layer(Rope(_BASE), 8)] * 3 + [Layer(NoPE())]
 _GEMMA3 = [Layer(Rope(100.0), 8), Layer(Rope(100.0), 8), Layer(Rope(5000.0)), Layer(Rope(100.0), 8)]
 _GEMMA3_BARE = [Layer(Rope(100.0), 8), Layer(Rope(100.0), 8), Layer(NoPE()), Layer(Rope(100.0), 8)]
 VARIANTS = (
@@ -197,7 +199,8 @@ VARIANTS = (
     Variant(Edit("dynamic NTK, factor 4", "llama", Rope(_BASE, scaling=DynamicNTK(TRAINED, 4.0)))),
     *(_family(name) for name in families() if name not in _NOT_AS_THEY_ARE),
     *(_family(name, drop(), ", dropped", length=256) for name in _DROPPED),
-    *(_family(name, drop(), ", dropped, as a table", _dropped_as_table, length=256) for name in _DROPPED),
+    *(_family(name, drop(), ", dropped, as a table", _dropped_as_table, length=256) for name in _DROPPED if name != "ministral3"),
+    _family("phi3", pattern([NoPE()]), ", dropped, without windows"),
     _family("olmo3", drop(), ", dropped", length=256),
     _family("olmo3", drop(), ", dropped, as a table", _dropped_by_type_as_table, length=256),
     _family("gemma3", pattern(_GEMMA3), ", RoPE"),
@@ -217,22 +220,30 @@ VARIANTS = (
     _family("gemma2", pattern([Layer(Rope(10000.0), 8), Layer(Rope(10000.0))]), ", usual scale, base 10,000", prepare=_usual_scale),
     _family("gemma2", None, ", with hidden_act", _with(hidden_act="gelu_pytorch_tanh")),
     _family("gemma2", drop(), ", with hidden_act, dropped, as a table", lambda c: _dropped_as_table(c) | {"hidden_act": "gelu_pytorch_tanh"}),
-    _family("gptj", None, ", head without bias", prepare=_without_head_bias),
     _family("cohere2", None, ", with rotary_pct", _with(rotary_pct=1.0)),
     _family("exaone4", None, ", with a pattern in words", _with(sliding_window_pattern="LLGL")),
     _family("exaone4_full", Rope(1000000.0), ", base 1,000,000"),
+    _family("exaone4_full", Rope(1000000.0), ", base 1,000,000, epsilon 1e-6", prepare=_small_epsilon),
+    _family("exaone4", pattern(_EVERY_FOURTH), ", every fourth layer"),
+    _family("exaone4", pattern(_EVERY_FOURTH), ", every fourth layer, pattern in words, epsilon 1e-6", _with(sliding_window_pattern="LLLG"), _small_epsilon),
+    _family("cohere2", pattern(_EVERY_FOURTH), ", every fourth layer, with rotary_pct", _with(rotary_pct=1.0)),
+    _family("gemma3", pattern([Layer(Rope(10000.0), 8)]), ", windows of base 10,000"),
+    _family("gemma3", pattern([Layer(Rope(10000.0), 8)]), ", windows of base 10,000, usual scale", prepare=_usual_scale),
+    _family("granite_swa", pattern([Layer(Rope(_BASE), 8), Layer(Rope(_BASE), 8), Layer(NoPE()), Layer(Rope(_BASE), 8)]), ", one base, with no_rope_layers", _with(no_rope_layers=[1, 1, 0, 1])),
+    *(Variant(Edit(f"GPT-NeoX, {x}", "gpt_neox", PartialRope(_BASE, 0.25, x))) for x in _SCALINGS[:3]),
+    *(_family("smollm3", pattern([Rope(_BASE, scaling=x)] * 3 + [NoPE()]), f", {x}") for x in _SCALINGS),
     _family("gpt2", None, ", with n_ctx", _with(n_ctx=64)),
     _family("mistral", Rope(_BASE), ", without windows"),
-    _family("mistral", Rope(_BASE, scaling=Yarn(4, TRAINED)), ", YaRN(4)"),
+    _family("mistral", _YARN, ", YaRN(4)"),
     _family("starcoder2", Rope(_BASE), ", without windows"),
-    _family("starcoder2", Rope(_BASE, scaling=Yarn(4, TRAINED)), ", YaRN(4)"),
+    _family("starcoder2", _YARN, ", YaRN(4)"),
     _family("phi3", PartialRope(100.0, 0.5), ", without tables and windows"),
-    _family("olmo2", Rope(_BASE, scaling=Yarn(4, TRAINED)), ", YaRN(4)"),
-    _family("cohere2", pattern([Layer(Rope(_BASE, scaling=Yarn(4, TRAINED)), 8)] * 2 + [Layer(NoPE()), Layer(Rope(_BASE, scaling=Yarn(4, TRAINED)), 8)]), ", YaRN(4)"),
+    _family("olmo2", _YARN, ", YaRN(4)"),
+    _family("cohere2", pattern([Layer(_YARN, 8)] * 3 + [Layer(NoPE())]), ", YaRN(4), with rotary_pct", _with(rotary_pct=1.0)),
     _family("glm4", PartialRope(_BASE, 0.5, Yarn(4, TRAINED)), ", YaRN(4)"),
-    _family("granite", Rope(_BASE, scaling=Yarn(4, TRAINED)), ", YaRN(4)"),
-    _family("exaone4_full", Rope(_BASE, scaling=Yarn(4, TRAINED)), ", YaRN(4)"),
-    _family("gemma2", pattern([Layer(Rope(10000.0, scaling=Yarn(4, TRAINED)), 8), Layer(Rope(10000.0, scaling=Yarn(4, TRAINED)))]), ", YaRN(4)"),
+    _family("granite", _YARN, ", YaRN(4)"),
+    _family("exaone4_full", _YARN, ", YaRN(4)"),
+    _family("gemma2", pattern([Layer(_YARN, 8), Layer(_YARN)]), ", YaRN(4)"),
     _family("granite_swa", pattern([Layer(Rope(_BASE), 8), Layer(Rope(_BASE), 8), Layer(NoPE()), Layer(Rope(_BASE), 8)]), ", one base"),
     _family("granite_swa", pattern([Layer(Rope(_BASE), 8)]), ", no layer without rotation"),
 )  # fmt: skip
@@ -322,7 +333,7 @@ def failures(runtime: str, written: Written, result: Result) -> set[str]:
 
 def tolerance(runtime: str, config: Mapping[str, Any]) -> float:
     """The largest difference of a logit that is called right: that of another GELU where a runtime has one."""
-    other_gelu = {LLAMA_CPP: ("gemma", "gpt_neox", "bloom", "falcon"), SGLANG: ("gemma",), VLLM: ("bloom",)}
+    other_gelu = {LLAMA_CPP: ("gemma", "gemma2", "gemma3_text", "gpt_neox", "bloom", "falcon", "starcoder2"), SGLANG: ("gemma",), VLLM: ("bloom",)}
     return 4e-3 if config["model_type"] in other_gelu.get(runtime, ()) else 2e-5
 
 
