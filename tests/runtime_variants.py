@@ -1,55 +1,81 @@
-"""Exports of edited models, the forms that their `config.json` may take, and what runtimes compute of them.
+"""Exports of every family with every rotation it can express, and what runtimes compute of them.
 
 `VARIANTS` has at least one for each line of `pe_lab.checkpoints.runtimes.CONTENTS`; tests/checkpoints/
-test_runtime_variants.py reads each in vLLM, SGLang and llama.cpp, and compares with pe_lab.
+test_runtime_variants.py reads each in transformers, vLLM, SGLang and llama.cpp, and compares with pe_lab.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checkpoint_tables import EDITS, HF, Edit, edited, families, tensors
+from checkpoint_tables import HF, families, tensors
+from checkpoints.external import logits
 from runtime_environments import READERS, Job, Result
 from safetensors.numpy import save_file
 
-from pe_lab.checkpoints.rope_parameters import NO_ROTATION, declared_length
+from pe_lab.checkpoints.checkpoint import Checkpoint, open_checkpoint, open_source
+from pe_lab.checkpoints.families import FAMILIES
+from pe_lab.checkpoints.hf_config import PE_LAB_KEY, write_config
+from pe_lab.checkpoints.rope_parameters import NO_ROTATION, by_layer_type, declared_length
 from pe_lab.checkpoints.runtimes import LLAMA_CPP, LONGER, NO_START, SGLANG, SHORTER, VLLM, WRONG
-from pe_lab.language_model import LanguageModel
-from pe_lab.positional import DynamicNTK, Layer, Llama3, LongRope, NoPE, NTKByParts, PartialRope, Rope, Yarn, drop, frequencies, pattern
+from pe_lab.checkpoints.source import CheckpointSource
+from pe_lab.config import ModelConfig
+from pe_lab.positional import (
+    PI,
+    DynamicNTK,
+    Encoding,
+    Layer,
+    Llama3,
+    LongRope,
+    NoPE,
+    NTKByParts,
+    PartialRope,
+    Rope,
+    Scaling,
+    Yarn,
+    frequencies,
+)
 
-TRAINED = 16  # tokens, of the edits and of the models below
+TRAINED, DECLARED = 16, 256  # tokens: of a scaling's original length; of models without a scaling
 PREFIXES = (12, 17, 48)  # tokens read: within the training length, one more, and three times as many
-_BASE = 500.0
+WINDOW = 8
 
 Config = dict[str, Any]
 
 
-class Unchanged(Edit):
-    """A model of tests/data/hf, taken out as it is."""
-
-    def apply(self, lm: LanguageModel) -> LanguageModel:
-        return lm
-
-
 @dataclass(frozen=True)
 class Variant:
-    """An exported model, in the form that `convert` writes or, with `rewrite`, in another one."""
+    """A model of tests/data/hf with other positions, as `convert` writes it or, with `rewrite`, in another form.
 
-    edit: Edit
-    rewrite: Callable[[Config], Config] | None = None
-    name: str = ""
-    prepare: Callable[[Path], None] | None = None  # changes a copy of the model of tests/data/hf first
+    Attributes:
+      base: the model; its own architecture is written.
+      what: for messages.
+      layers: encodings, or layers, that are repeated; none: the model's own.
+      length: the training length, in tokens.
+      rewrite: changes `config.json`.
+      prepare: changes a copy of the model first.
+    """
+
+    base: str
+    what: str
+    layers: tuple[Encoding | Layer, ...] = ()
+    length: int = DECLARED
+    rewrite: Callable[[Config], Config] = lambda config: config
+    prepare: Callable[[Path], None] = lambda directory: None
 
     @property
     def title(self) -> str:
-        return self.name or self.edit.name
+        return f"{self.base}, {self.what}"
+
+
+# Changes of models, for what tests/data/hf does not have.
 
 
 def _rewritten(directory: Path, arrays: Mapping[str, np.ndarray], **keys: Any) -> None:
@@ -90,7 +116,7 @@ def _with_mlp_norm(directory: Path) -> None:
 
 
 def _usual_scale(directory: Path) -> None:
-    """Gives Gemma 2 the attention scale of its head dimension, as 2B and 9B have it."""
+    """Gives Gemma 2 or 3 the attention scale of its head dimension, as most published ones have it."""
     head_dim = json.loads((directory / "config.json").read_text())["head_dim"]
     _rewritten(directory, tensors(directory), query_pre_attn_scalar=head_dim)
 
@@ -99,212 +125,215 @@ def _small_epsilon(directory: Path) -> None:
     _rewritten(directory, tensors(directory), rms_norm_eps=1e-6)
 
 
-def _table_of(config: Config, divisors: Sequence[float], gain: float, mscales: bool) -> Config:
+def _dropped_as_table(config: Config) -> Config:
+    """No rotation as one table of LongRoPE; where rope parameters are by type of layers, of those without a window."""
+    width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    divisors = [NO_ROTATION] * (width // 2)
     rope = {
         "rope_type": "longrope",
-        "short_factor": list(divisors),
-        "long_factor": list(divisors),
+        "short_factor": divisors,
+        "long_factor": divisors,
         "factor": 1.0,
         "original_max_position_embeddings": config["max_position_embeddings"],
-        "attention_factor": gain,
+        "attention_factor": 1.0,
+        "short_mscale": 1.0,
+        "long_mscale": 1.0,
     }
-    rope |= {"short_mscale": gain, "long_mscale": gain} if mscales else {}
-    keys = {"rope_scaling": rope, "rope_parameters": rope | {"rope_theta": config["rope_theta"]}}
+    new = rope | {"rope_theta": config["rope_theta"]}
+    if by_layer_type(config):
+        new = config["rope_parameters"] | {"full_attention": new}
+    keys = {"rope_scaling": rope, "rope_parameters": new}
     return config | keys | {"original_max_position_embeddings": config["max_position_embeddings"]}
 
 
-def _dropped_as_table(config: Config) -> Config:
+# Every family with every rotation.
+
+_PREPARED = {"gemma2": _usual_scale, "falcon_7b": _four_times_as_wide, "stablelm_parallel": _with_mlp_norm}
+_ROTATED = {"phi3": 0.5, "gpt_neox": 0.25, "stablelm_parallel": 0.5, "glm4": 0.5}  # the share of the channels
+_FAMILIES = (
+    *("llama", "qwen2", "qwen3", "mistral", "smollm3", "olmo2", "olmo3", "phi3", "gpt_neox", "gemma", "gemma2"),
+    *("gemma3", "cohere2", "exaone4_full", "exaone4", "granite", "granite_swa", "starcoder2", "stablelm_parallel"),
+    *("glm4", "falcon_7b"),
+)
+_SCALINGS: Mapping[str, Callable[[int], Scaling]] = {
+    "PI": lambda pairs: PI(4),
+    "YaRN": lambda pairs: Yarn(4, TRAINED),
+    "YaRN with an attention factor": lambda pairs: Yarn(4, TRAINED, attention_factor=1.3),
+    "llama3": lambda pairs: Llama3(4, original_length=TRAINED),
+    "dynamic NTK": lambda pairs: DynamicNTK(TRAINED),
+    "two tables": lambda pairs: LongRope((1.0,) * pairs, tuple(map(float, range(1, pairs + 1))), TRAINED, 4.0),
+}
+_ONLY_TABLES = ("phi3",)
+_BASE_OF_LLAMA_CPP = ("gemma", "gemma2", "gpt_neox", "stablelm_parallel", "falcon_7b")
+
+
+def _arranged(base: str, encoding: Encoding) -> tuple[Encoding | Layer, ...]:
+    """An encoding on those layers of a family that may have any."""
+    windowed, full = Layer(encoding, WINDOW), Layer(encoding)
+    local = Layer(Rope(10000.0 if isinstance(encoding, NoPE) else encoding.base), WINDOW)
+    if base == "gemma2":
+        return windowed, full
+    if base in ("gemma3", "olmo3"):
+        return local, local, full, local
+    if base in ("cohere2", "exaone4"):
+        return windowed, windowed, windowed, Layer(NoPE())
+    if base == "smollm3":
+        return full, full, full, Layer(NoPE())
+    return (full,)
+
+
+def _of_family(base: str) -> list[Variant]:
+    """Its variants, as far as it can express them."""
+    config = json.loads((HF / base / "config.json").read_text())
     width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    return _table_of(config, [NO_ROTATION] * (width // 2), 1.0, mscales=True)
+    share = _ROTATED.get(base, 1.0)
+    pairs = int(width * share) // 2
+    prepare = _PREPARED.get(base, Variant.prepare)
+
+    def rotation(scaling: Scaling | None = None, theta: float = 500.0) -> Encoding:
+        return Rope(theta, scaling=scaling) if share == 1 else PartialRope(theta, share, scaling)
+
+    def variant(what: str, encoding: Encoding, length: int = DECLARED, **options: Any) -> Variant:
+        return Variant(base, what, _arranged(base, encoding), length, prepare=prepare, **options)
+
+    table = tuple(map(float, range(1, pairs + 1)))
+    found = [variant("RoPE", rotation())]
+    if base in _BASE_OF_LLAMA_CPP:
+        found.append(variant("RoPE of base 10,000", rotation(theta=10000.0)))
+    found += [variant("one table", rotation(LongRope(table, table, DECLARED, 1.0, 1.0)))]
+    for what, scaling in _SCALINGS.items():
+        if base not in _ONLY_TABLES or what == "two tables":
+            found.append(variant(what, rotation(scaling(pairs)), TRAINED))
+    dropped = Variant(base, "dropped", (NoPE(),), prepare=prepare)
+    if base in ("gemma3", "olmo3"):
+        dropped = variant("dropped", NoPE())
+    found.append(dropped)
+    if base not in (*_ONLY_TABLES, "smollm3", "granite_swa"):  # these have other keys for it
+        found.append(replace(dropped, what="dropped, as a table", rewrite=_dropped_as_table))
+    return found
 
 
-def _without_mscales(config: Config) -> Config:
-    config = json.loads(json.dumps(config))
-    for keys in (config["rope_scaling"], config["rope_parameters"]):
-        del keys["short_mscale"], keys["long_mscale"]
-    return config
-
-
-def _dropped_by_type_as_table(config: Config) -> Config:
-    """As `_dropped_as_table`, where the rope parameters are by type of layers."""
-    flat = _dropped_as_table(config)
-    return flat | {"rope_parameters": {kind: flat["rope_parameters"] for kind in config["rope_parameters"]}}
-
-
-def _with(**keys: Any) -> Callable[[Config], Config]:
-    """Other keys of `config.json`."""
-    return lambda config: config | keys
-
-
-def _family(
-    base: str,
-    positional: object = None,
-    suffix: str = "",
-    rewrite: Callable[[Config], Config] | None = None,
-    prepare: Callable[[Path], None] | None = None,
-    length: int | None = None,
-) -> Variant:
-    """A model of tests/data/hf as its own architecture, as it is or with other positions."""
-    kind = Edit if positional is not None else Unchanged
-    model_type = json.loads((HF / base / "config.json").read_text())["model_type"]
-    options = (f"--family={model_type}", *([f"--max-length={length}"] if length else []))
-    return Variant(kind(f"{base}{suffix}", base, positional, options=options), rewrite, f"{base}{suffix}", prepare)
-
-
-def _of(name: str, edit: str, rewrite: Callable[[Config], Config]) -> Variant:
-    (found,) = (each for each in EDITS if each.name == edit)
-    return Variant(found, rewrite, name)
-
-
-# The gain is not the one that servers compute of the lengths.
-_GAINED = Rope(_BASE, scaling=LongRope((1.0, 2.0, 3.0, 4.0), (1.0, 2.0, 3.0, 4.0), TRAINED, 4.0, 1.4))
-_YARN = Rope(_BASE, scaling=Yarn(4, TRAINED))
-_WINDOWED = pattern([Layer(Rope(_BASE), 8)])
-# Models whose form is among the edits, and one that no runtime has.
-_NOT_AS_THEY_ARE = ("llama_drope", "llama_sharded", "llama_tied_bf16", "llama", "llama_bias", "llama_head_dim", "gpt_neox")
-# Of families with one rotation, those whose dropped form is not among the edits.
-_DROPPED = ("mistral", "ministral3", "olmo2", "gemma2", "cohere2", "exaone4", "granite", "starcoder2", "stablelm", "stablelm_parallel", "glm4", "falcon_sequential", "exaone4_full")
-_SCALINGS = (NTKByParts(4, TRAINED), DynamicNTK(TRAINED), Yarn(2.3, TRAINED), LongRope((1.0,) * 4, (1.0, 2.0, 3.0, 4.0), TRAINED, 4.0))
-_EVERY_FOURTH = [Layer(Rope(_BASE), 8)] * 3 + [Layer(NoPE())]
-_GEMMA3 = [Layer(Rope(100.0), 8), Layer(Rope(100.0), 8), Layer(Rope(5000.0)), Layer(Rope(100.0), 8)]
-_GEMMA3_BARE = [Layer(Rope(100.0), 8), Layer(Rope(100.0), 8), Layer(NoPE()), Layer(Rope(100.0), 8)]
+_R = Rope(500.0)
+_IN_WINDOWS = Layer(_R, WINDOW)
 VARIANTS = (
-    *(Variant(edit) for edit in EDITS),
-    Variant(Edit("llama3 on Qwen3", "qwen3", Rope(_BASE, scaling=Llama3(4, original_length=TRAINED)))),
-    Variant(Edit("one table with a gain", "llama", _GAINED)),
-    Variant(Edit("YaRN(4) with mscale", "llama", Rope(_BASE, scaling=Yarn(4, TRAINED, mscale=0.7, mscale_all_dim=0.3)))),
-    Variant(Edit("YaRN(4) with betas", "llama", Rope(_BASE, scaling=Yarn(4, TRAINED, beta_fast=2.0, beta_slow=0.25)))),
-    Variant(Edit("YaRN(4) without rounding", "llama", Rope(_BASE, scaling=Yarn(4, 4096, truncate=False)))),
-    Variant(Edit("YaRN(4) with an attention factor", "llama", Rope(_BASE, scaling=Yarn(4, TRAINED, attention_factor=1.3)))),
-    Variant(Edit("windows on all layers, Qwen2", "qwen2_window", _WINDOWED)),
-    Variant(Edit("windows on all layers, Qwen3", "qwen3", _WINDOWED)),
-    Variant(Edit("windows on some layers, Qwen2", "qwen2_window", pattern([Layer(Rope(_BASE), 8), Layer(Rope(_BASE))] * 2))),
-    Variant(Edit("windows of full layers, SmolLM3", "smollm3", pattern([Layer(Rope(_BASE), 8)] * 3 + [Layer(NoPE())]))),
-    Variant(Edit("every fourth layer without rotation", "smollm3", pattern([Rope(_BASE)] * 3 + [NoPE()]))),
-    Variant(Edit("biases, Llama", "llama_bias", Rope(_BASE))),
-    Variant(Edit("biases, Qwen3", "qwen3", Rope(_BASE)), prepare=_biased),
-    Variant(Edit("biases, SmolLM3", "smollm3", pattern([Rope(_BASE)] * 3 + [NoPE()])), prepare=_biased),
-    Variant(Edit("biases, Gemma", "gemma", Rope(10000.0)), prepare=_biased),
-    Variant(Edit("GPT-NeoX, tied", "gpt_neox_sequential", PartialRope(10000.0, 0.25))),
-    Variant(Edit("Gemma, RoPE of base 10,000", "gemma", Rope(10000.0))),
-    Variant(Edit("Gemma, RoPE of base 500", "gemma", Rope(_BASE))),
-    Variant(Edit("Gemma, YaRN(4)", "gemma", Rope(_BASE, scaling=Yarn(4, TRAINED)))),
-    Variant(Edit("GPT-NeoX, RoPE of base 10,000", "gpt_neox", PartialRope(10000.0, 0.25))),
-    Variant(Edit("GPT-NeoX, RoPE of base 500", "gpt_neox", PartialRope(_BASE, 0.25))),
-    Variant(Edit("heads of another width", "llama_head_dim", Rope(_BASE))),
-    _of("dropped, as a table", "dropped", _dropped_as_table),
-    _of("QK-norm, dropped, as a table", "QK-norm, dropped", _dropped_as_table),
-    _of("Gemma, dropped, as a table", "Gemma, dropped", _dropped_as_table),
-    Variant(Edit("one table with a gain", "llama", _GAINED), _without_mscales, "one table with a gain, without mscales"),
-    Variant(Edit("dynamic NTK, factor 4", "llama", Rope(_BASE, scaling=DynamicNTK(TRAINED, 4.0)))),
-    *(_family(name) for name in families() if name not in _NOT_AS_THEY_ARE),
-    *(_family(name, drop(), ", dropped", length=256) for name in _DROPPED),
-    *(_family(name, drop(), ", dropped, as a table", _dropped_as_table, length=256) for name in _DROPPED if name != "ministral3"),
-    _family("phi3", pattern([NoPE()]), ", dropped, without windows"),
-    _family("olmo3", drop(), ", dropped", length=256),
-    _family("olmo3", drop(), ", dropped, as a table", _dropped_by_type_as_table, length=256),
-    _family("gemma3", pattern(_GEMMA3), ", RoPE"),
-    _family("gemma3", pattern(_GEMMA3_BARE), ", no encoding without a window"),
-    _family("falcon_7b", None, ", four times as wide", prepare=_four_times_as_wide),
-    _family("falcon_40b", None, ", four times as wide", prepare=_four_times_as_wide),
-    _family("falcon_7b", Rope(10000.0), ", four times as wide, base 10,000", prepare=_four_times_as_wide),
-    _family("falcon_7b", drop(), ", four times as wide, dropped", prepare=_four_times_as_wide),
-    _family("falcon_7b", drop(), ", four times as wide, dropped, as a table", _dropped_as_table, _four_times_as_wide),
-    _family("stablelm_parallel", None, ", sequential", prepare=_with_mlp_norm),
-    _family("stablelm_parallel", PartialRope(10000.0, 0.5), ", base 10,000"),
-    _family("stablelm_parallel", PartialRope(10000.0, 0.5), ", sequential, base 10,000", prepare=_with_mlp_norm),
-    _family("stablelm_parallel", PartialRope(_BASE, 0.5, Yarn(4, TRAINED)), ", sequential, YaRN(4)", prepare=_with_mlp_norm),
-    _family("stablelm_parallel", drop(), ", sequential, dropped", prepare=_with_mlp_norm),
-    _family("stablelm_parallel", drop(), ", sequential, dropped, as a table", _dropped_as_table, _with_mlp_norm),
-    _family("gemma2", None, ", usual scale", prepare=_usual_scale),
-    _family("gemma2", pattern([Layer(Rope(10000.0), 8), Layer(Rope(10000.0))]), ", usual scale, base 10,000", prepare=_usual_scale),
-    _family("gemma2", None, ", with hidden_act", _with(hidden_act="gelu_pytorch_tanh")),
-    _family("gemma2", drop(), ", with hidden_act, dropped, as a table", lambda c: _dropped_as_table(c) | {"hidden_act": "gelu_pytorch_tanh"}),
-    _family("cohere2", None, ", with rotary_pct", _with(rotary_pct=1.0)),
-    _family("exaone4", None, ", with a pattern in words", _with(sliding_window_pattern="LLGL")),
-    _family("exaone4_full", Rope(1000000.0), ", base 1,000,000"),
-    _family("exaone4_full", Rope(1000000.0), ", base 1,000,000, epsilon 1e-6", prepare=_small_epsilon),
-    _family("exaone4", pattern(_EVERY_FOURTH), ", every fourth layer"),
-    _family("exaone4", pattern(_EVERY_FOURTH), ", every fourth layer, pattern in words, epsilon 1e-6", _with(sliding_window_pattern="LLLG"), _small_epsilon),
-    _family("cohere2", pattern(_EVERY_FOURTH), ", every fourth layer, with rotary_pct", _with(rotary_pct=1.0)),
-    _family("gemma3", pattern([Layer(Rope(10000.0), 8)]), ", windows of base 10,000"),
-    _family("gemma3", pattern([Layer(Rope(10000.0), 8)]), ", windows of base 10,000, usual scale", prepare=_usual_scale),
-    _family("granite_swa", pattern([Layer(Rope(_BASE), 8), Layer(Rope(_BASE), 8), Layer(NoPE()), Layer(Rope(_BASE), 8)]), ", one base, with no_rope_layers", _with(no_rope_layers=[1, 1, 0, 1])),
-    *(Variant(Edit(f"GPT-NeoX, {x}", "gpt_neox", PartialRope(_BASE, 0.25, x))) for x in _SCALINGS[:3]),
-    *(_family("smollm3", pattern([Rope(_BASE, scaling=x)] * 3 + [NoPE()]), f", {x}") for x in _SCALINGS),
-    _family("gpt2", None, ", with n_ctx", _with(n_ctx=64)),
-    _family("mistral", Rope(_BASE), ", without windows"),
-    _family("mistral", _YARN, ", YaRN(4)"),
-    _family("starcoder2", Rope(_BASE), ", without windows"),
-    _family("starcoder2", _YARN, ", YaRN(4)"),
-    _family("phi3", PartialRope(100.0, 0.5), ", without tables and windows"),
-    _family("olmo2", _YARN, ", YaRN(4)"),
-    _family("cohere2", pattern([Layer(_YARN, 8)] * 3 + [Layer(NoPE())]), ", YaRN(4), with rotary_pct", _with(rotary_pct=1.0)),
-    _family("glm4", PartialRope(_BASE, 0.5, Yarn(4, TRAINED)), ", YaRN(4)"),
-    _family("granite", _YARN, ", YaRN(4)"),
-    _family("exaone4_full", _YARN, ", YaRN(4)"),
-    _family("gemma2", pattern([Layer(_YARN, 8), Layer(_YARN)]), ", YaRN(4)"),
-    _family("granite_swa", pattern([Layer(Rope(_BASE), 8), Layer(Rope(_BASE), 8), Layer(NoPE()), Layer(Rope(_BASE), 8)]), ", one base"),
-    _family("granite_swa", pattern([Layer(Rope(_BASE), 8)]), ", no layer without rotation"),
+    *(Variant(name, "as it is") for name in families() if not name.startswith("llama") or name in ("llama_bias", "llama_head_dim")),
+    *(variant for base in _FAMILIES for variant in _of_family(base)),
+    Variant("llama", "p-RoPE", (Rope(500.0, 0.5),)),
+    Variant("llama", "partial RoPE", (PartialRope(500.0, 0.5),)),
+    Variant("llama", "YaRN(2.3), as a table", (Rope(500.0, scaling=Yarn(2.3, TRAINED)),), TRAINED),
+    Variant("smollm3", "YaRN(2.3), as a table", (*[Rope(500.0, scaling=Yarn(2.3, TRAINED))] * 3, NoPE()), TRAINED),
+    Variant("llama", "NTK-by-parts", (Rope(500.0, scaling=NTKByParts(4, TRAINED)),), TRAINED),
+    Variant("llama", "YaRN with mscale", (Rope(500.0, scaling=Yarn(4, TRAINED, mscale=0.7, mscale_all_dim=0.3)),), TRAINED),
+    Variant("llama", "YaRN with betas", (Rope(500.0, scaling=Yarn(4, TRAINED, beta_fast=2.0, beta_slow=0.25)),), TRAINED),
+    Variant("llama", "YaRN without rounding", (Rope(500.0, scaling=Yarn(4, 4096, truncate=False)),), 4096),
+    Variant("llama", "dynamic NTK, factor 4", (Rope(500.0, scaling=DynamicNTK(TRAINED, 4.0)),), TRAINED),
+    Variant("smollm3", "rotation on every second layer", (_R, NoPE())),
+    Variant("smollm3", "windows", (_IN_WINDOWS, _IN_WINDOWS, _IN_WINDOWS, NoPE())),
+    Variant("smollm3", "biases", (_R, _R, _R, NoPE()), prepare=_biased),
+    Variant("qwen2_window", "windows on all layers", (_IN_WINDOWS,)),
+    Variant("qwen2_window", "windows on some layers", (_IN_WINDOWS, _R)),
+    Variant("qwen3", "windows on all layers", (_IN_WINDOWS,)),
+    Variant("qwen3", "biases", (_R,), prepare=_biased),
+    Variant("gemma", "biases", (Rope(10000.0),), prepare=_biased),
+    Variant("gpt_neox_sequential", "RoPE of base 10,000", (PartialRope(10000.0, 0.25),)),
+    Variant("gemma3", "windows on all layers", (Layer(Rope(10000.0), WINDOW),)),
+    Variant("gemma3", "windows on all layers, usual scale", (Layer(Rope(10000.0), WINDOW),), prepare=_usual_scale),
+    Variant("olmo3", "two bases", (_IN_WINDOWS, Rope(10000.0))),
+    Variant("olmo3", "YaRN on all layers", (Layer(Rope(500.0, scaling=Yarn(4, TRAINED)), WINDOW), Rope(500.0, scaling=Yarn(4, TRAINED))), TRAINED),
+    Variant("ministral3", "RoPE", (_R,)),
+    Variant("phi3", "windows", (Layer(PartialRope(500.0, 0.5), WINDOW),)),
+    Variant("exaone4_full", "base 1,000,000, epsilon 1e-6", (Rope(1e6),), prepare=_small_epsilon),
+    Variant("granite_swa", "several bases", (_IN_WINDOWS, Rope(1000.0))),
+    Variant("stablelm_parallel", "parallel blocks, RoPE of base 10,000", (PartialRope(10000.0, 0.5),)),
+    Variant("falcon_40b", "four times as wide", prepare=_four_times_as_wide),
+    Variant("falcon_sequential", "four times as wide", prepare=_four_times_as_wide),
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Written:
-    """A variant's directory, and what pe_lab computes of it."""
+    """A variant's `config.json`, and its layers."""
 
     variant: Variant
-    directory: Path
+    source: Path  # the model whose weights it has
     config: Config
+    model: ModelConfig
+    layers: tuple[Layer, ...]
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A variant's directory, and what pe_lab computes of it."""
+
+    written: Written
+    directory: Path
     tokens: np.ndarray  # [T]
     logits: dict[int, np.ndarray]  # by the number of tokens, [T, V]
-    layers: tuple[Layer, ...]
-    head_dim: int
-    length: int | None = None  # that the encodings were fixed at, in tokens
 
 
 def write(variant: Variant, scratch: Path) -> Written:
-    """Exports a variant."""
-    edit = variant.edit
-    if variant.prepare is not None:
-        copy = scratch / "prepared" / edit.base
-        shutil.copytree(HF / edit.base, copy)
-        variant.prepare(copy)
-        edit = dataclasses.replace(edit, base=str(copy))
-    lm, out, _ = edited(edit, scratch)
-    file = out / "config.json"
-    config = json.loads(file.read_text())
-    if variant.rewrite is not None:
-        config = {key: value for key, value in variant.rewrite(config).items() if key != "pe_lab"}
-        file.write_text(json.dumps(config))
-    lengths = [int(option.removeprefix("--length=")) for option in edit.options if "--length=" in option]
-    lm = lm.at_length(lengths[0]) if lengths else lm
-    tokens = np.random.default_rng(0).integers(0, lm.config.vocab_size, max(PREFIXES))
-    if any(layer.follows_length for layer in lm.layers):
-        logits = {n: np.asarray(lm.logits(tokens[None, :n]))[0] for n in PREFIXES}
+    """The `config.json` of a variant."""
+    directory = HF / variant.base
+    if variant.prepare is not Variant.prepare:
+        directory = scratch / f"{variant.base}{variant.prepare.__name__}"
+        if not directory.exists():
+            shutil.copytree(HF / variant.base, directory)
+            variant.prepare(directory)
+    source = _source(directory)
+    family = FAMILIES[json.loads((directory / "config.json").read_text())["model_type"]]
+    layers = tuple(layer if isinstance(layer, Layer) else Layer(layer) for layer in variant.layers)
+    if layers:
+        # GraniteSWA's layers have sinks.
+        layers = tuple(replace(layers[n % len(layers)], extras=own.extras) for n, own in enumerate(source.layers))
+    length = variant.length if layers else source.training_length
+    layers = layers or source.layers
+    config, _ = write_config(family, source.model, layers, length, "float32")
+    return Written(variant, directory, variant.rewrite(config), source.model, layers)
+
+
+@functools.lru_cache(maxsize=64)
+def _source(directory: Path) -> CheckpointSource:
+    return open_source(f"hf:{directory}")
+
+
+def compute(written: Written, directory: Path) -> Computed:
+    """Makes the directory of a variant, with the weights that its model has: they do not depend on encodings."""
+    directory.mkdir()
+    for file in written.source.glob("*.safetensors*"):
+        shutil.copy(file, directory)
+    config = {key: value for key, value in written.config.items() if key != PE_LAB_KEY}
+    (directory / "config.json").write_text(json.dumps(config))
+    checkpoint = replace(_opened(written.source), layers=written.layers)
+    tokens = np.random.default_rng(0).integers(0, written.model.vocab_size, max(PREFIXES))
+    if any(layer.follows_length for layer in written.layers):
+        computed = {n: logits(checkpoint, tokens[None, :n])[0] for n in PREFIXES}
     else:
-        whole = np.asarray(lm.logits(tokens[None]))[0]
-        logits = {n: whole[:n] for n in PREFIXES}
-    return Written(variant, out, config, tokens, logits, tuple(lm.layers), lm.config.head_dim, lm.schedule_length)
+        whole = logits(checkpoint, tokens[None])[0]
+        computed = {n: whole[:n] for n in PREFIXES}
+    return Computed(written, directory, tokens, computed)
 
 
-def measure(runtime: str, written: Sequence[Written]) -> list[set[str]]:
+@functools.lru_cache(maxsize=64)
+def _opened(directory: Path) -> Checkpoint:
+    return open_checkpoint(f"hf:{directory}")
+
+
+def measure(runtime: str, computed: Sequence[Computed]) -> list[set[str]]:
     """How each variant fails in a runtime, as the kinds of `KINDS`; empty: it is right, at all of `PREFIXES`.
 
     A runtime that derives a shorter length than the export declares reads it once more with that length set. An encoding
     that follows the length is read beyond the length that it declares.
     """
-    jobs = [Job(each.directory, each.tokens) for each in written]
-    results = READERS[runtime](jobs, PREFIXES)
-    found = [failures(runtime, each, result) for each, result in zip(written, results, strict=True)]
+    results = READERS[runtime]([Job(each.directory, each.tokens) for each in computed], PREFIXES)
+    found = [failures(runtime, each, result) for each, result in zip(computed, results, strict=True)]
     if runtime == LLAMA_CPP:
         return found
-    reach = [_reach(each) for each in written]
-    again = [n for n, result in enumerate(results) if not result.error and result.max_length < min(reach[n], max(PREFIXES))]
-    jobs = [dataclasses.replace(jobs[n], length=reach[n]) for n in again]
+    reach = [_reach(each.written) for each in computed]
+    again = [n for n, x in enumerate(results) if not x.error and x.max_length < min(reach[n], max(PREFIXES))]
+    jobs = [Job(computed[n].directory, computed[n].tokens, reach[n]) for n in again]
     for n, result in zip(again, READERS[runtime](jobs, PREFIXES) if jobs else (), strict=True):
         # It started with its own length, so that an error is one of this length.
-        longer = {WRONG} if result.error else failures(runtime, written[n], result)
+        longer = {WRONG} if result.error else failures(runtime, computed[n], result)
         found[n] |= longer & {WRONG}
     return found
 
@@ -316,40 +345,47 @@ def _reach(written: Written) -> int:
     return max(declared, max(PREFIXES)) if dynamic else declared
 
 
-def failures(runtime: str, written: Written, result: Result) -> set[str]:
+def failures(runtime: str, computed: Computed, result: Result) -> set[str]:
     """The kinds of failures that one result shows."""
     if result.error:
         return {NO_START}
     kinds = set()
     if runtime != LLAMA_CPP:
-        declared = declared_length(written.config)
+        declared = declared_length(computed.written.config)
         kinds |= {SHORTER} if result.max_length < declared else {LONGER} if result.max_length > declared else set()
-    limit = tolerance(runtime, written.config)
-    differences = [np.abs(logits - written.logits[n]).max() for n, logits in result.logits.items()]
-    if result.errors or not differences or max(differences) > limit or not rotations_agree(written, result):
+    limit = tolerance(runtime, computed.written.config)
+    differences = [np.abs(theirs - computed.logits[n]).max() for n, theirs in result.logits.items()]
+    if result.errors or not differences or max(differences) > limit or not rotations_agree(computed, result):
         kinds.add(WRONG)
     return kinds
 
 
+# Those in which a runtime has another GELU, which differs by 4e-3 in logits at most.
+OTHER_GELU = {
+    LLAMA_CPP: ("gemma", "gemma2", "gemma3_text", "gpt_neox", "bloom", "falcon", "starcoder2"),
+    SGLANG: ("gemma",),
+    VLLM: ("bloom",),
+}
+
+
 def tolerance(runtime: str, config: Mapping[str, Any]) -> float:
-    """The largest difference of a logit that is called right: that of another GELU where a runtime has one."""
-    other_gelu = {LLAMA_CPP: ("gemma", "gemma2", "gemma3_text", "gpt_neox", "bloom", "falcon", "starcoder2"), SGLANG: ("gemma",), VLLM: ("bloom",)}
-    return 4e-3 if config["model_type"] in other_gelu.get(runtime, ()) else 2e-5
+    """The largest difference of a logit that is called right."""
+    return 4e-3 if config["model_type"] in OTHER_GELU[runtime] else 2e-5
 
 
-def rotations_agree(written: Written, result: Result) -> bool:
+def rotations_agree(computed: Computed, result: Result) -> bool:
     """Whether the rotations that a runtime calls are pe_lab's, cos and sin times the gain, at all positions read."""
     if result.rotations is None:
         return True
     positions = result.positions
-    for layer, theirs in zip(written.layers, result.rotations, strict=True):
+    for layer, theirs in zip(computed.written.layers, result.rotations, strict=True):
         if theirs.size == 0:  # transformers' classes rotate
             continue
         if np.isnan(theirs).any():
             if not isinstance(layer.encoding, NoPE):
                 return False
             continue
-        inv_freq, gain = frequencies(layer.encoding, written.head_dim, written.length or len(positions))
+        inv_freq, gain = frequencies(layer.encoding, computed.written.model.head_dim, len(positions))
         angles = positions[:, None] * np.asarray(inv_freq, np.float64)
         ours = np.stack([np.cos(angles), np.sin(angles)], -1) * np.asarray(gain)[None, :, None]
         if np.abs(ours[:, : theirs.shape[1]] - theirs).max(initial=0) > 1e-5:

@@ -151,14 +151,17 @@ def read_rotation(
         length = _length(holder, "original_max_position_embeddings", longest)
         factor = optional("factor") or longest / length
         if kind == "yarn":
+            attention_factor = optional("attention_factor")
+            # transformers ignores one alone, and both beside an attention factor.
             mscales = (optional("mscale"), optional("mscale_all_dim"))
+            both = attention_factor is None and all(mscales)
             scaling = Yarn(
                 factor,
                 length,
                 optional("beta_fast") or 32.0,
                 optional("beta_slow") or 1.0,
-                *(mscales if all(mscales) else (0.0, 0.0)),  # transformers ignores one alone
-                attention_factor=optional("attention_factor"),
+                *(mscales if both else (0.0, 0.0)),
+                attention_factor=attention_factor,
                 truncate=bool(rope.get("truncate", True)),
             )
         elif kind == "llama3":
@@ -235,9 +238,9 @@ def write_rope(
         # Other reaches need a table: transformers 4 computes the factor from two whole lengths.
         rope = _named("yarn", scaling, "factor", "original_length", "beta_fast", "beta_slow", "truncate")
         if isinstance(scaling, NTKByParts):
-            rope["attention_factor"] = 1.0
+            rope |= _attention_factor(1.0, scaling.factor)
         elif scaling.attention_factor is not None:
-            rope["attention_factor"] = float(scaling.attention_factor)
+            rope |= _attention_factor(float(scaling.attention_factor), scaling.factor)
         elif scaling.mscale:
             rope |= {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim}
     elif isinstance(scaling, Llama3):
@@ -294,6 +297,19 @@ def _named(kind: str, scaling: Scaling, *fields: str) -> dict[str, Any]:
         # A factor that is a whole number is a float as well: vLLM and SGLang iterate over any other one.
         values[key] = list(value) if isinstance(value, tuple) else float(value) if field == "factor" else value
     return values
+
+
+def _attention_factor(wanted: float, factor: float) -> dict[str, float]:
+    """An attention factor of YaRN, also as the two keys that SGLang reads instead of it.
+
+    It is g(mscale) / g(mscale_all_dim) there, with g(m) = 0.1 m ln(factor) + 1. Where `attention_factor` is given,
+    transformers and vLLM do not read these.
+    """
+    step = 0.1 * math.log(max(1.0, factor))
+    if step == 0 and wanted != 1:
+        return {"attention_factor": wanted}
+    mscale = 1.0 if wanted == 1 else (wanted * (step + 1) - 1) / step
+    return {"attention_factor": wanted, "mscale": mscale, "mscale_all_dim": 1.0}
 
 
 def _by_table(

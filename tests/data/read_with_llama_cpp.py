@@ -15,6 +15,7 @@ import ctypes
 import importlib.util
 import json
 import logging
+import os
 import sys
 import types
 from pathlib import Path
@@ -108,24 +109,36 @@ def main() -> None:
     arguments = parser.parse_args()
     sys.path[:0] = [str(arguments.source), str(arguments.source / "gguf-py")]
     logging.disable(logging.WARNING)
-    c, converted = None, {}
-    for directory, tokens, out in zip(arguments.model, arguments.tokens, arguments.out, strict=True):
-        file = converted.get(directory) or Path(f"{out}.gguf")
-        if c is None:
-            c = library(arguments.bindings)
-            quiet = c.llama_log_callback(lambda level, text, data: None)
-            c.llama_log_set(quiet, ctypes.c_void_p(0))
-            c.llama_backend_init()
-        try:
-            if directory not in converted:
-                convert(directory, str(file))
-                converted[directory] = file
-            np.save(out, logits_of(c, str(file), np.load(tokens)))
-        except (Exception, SystemExit) as error:  # what a person would meet is a result
-            Path(out).with_suffix(".txt").write_text(f"{type(error).__name__}: {error}")
+    from conversion.base import ModelBase  # noqa: F401  here, and not once more in every process
+
+    c = library(arguments.bindings)
+    quiet = c.llama_log_callback(lambda level, text, data: None)
+    c.llama_log_set(quiet, ctypes.c_void_p(0))
+    c.llama_backend_init()
+    jobs = list(zip(arguments.model, arguments.tokens, arguments.out, strict=True))
+    for directory in dict.fromkeys(arguments.model):
+        own = [(tokens, out) for model, tokens, out in jobs if model == directory]
+        # What llama.cpp finds wrong ends its process.
+        if (child := os.fork()) == 0:
+            read(c, directory, own)
+            os._exit(0)
+        if status := os.waitpid(child, 0)[1]:
+            for _, out in own:
+                Path(out).with_suffix(".txt").write_text(f"llama.cpp ended with status {status}")
         print(f"{directory}: done", flush=True)
-    for file in converted.values():
-        file.unlink()
+
+
+def read(c, directory: str, jobs: list[tuple[str, str]]) -> None:
+    """Writes the logits of each (tokens, out) of a model, or the error."""
+    file = Path(f"{jobs[0][1]}.gguf")
+    try:
+        convert(directory, str(file))
+        for tokens, out in jobs:
+            np.save(out, logits_of(c, str(file), np.load(tokens)))
+    except (Exception, SystemExit) as error:  # what a person would meet is a result
+        for _, out in jobs:
+            Path(out).with_suffix(".txt").write_text(f"{type(error).__name__}: {error}")
+    file.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ FAMILIES = (
         | ATTENTION_BIAS
         | TIED
         | {"norm_epsilon": Key("layer_norm_eps", 1e-5), "logit_multiplier": Key("logit_scale", 0.0625)},
+        writes=lambda model: {"rotary_pct": 1.0},  # llama.cpp's converter asks for it
         holds=lambda model: heads_fill_the_model(model) + one_bias(model),
         pairs="interleaved",
     ),

@@ -141,7 +141,8 @@ class Family:
       positions: how that describes the layers.
       fixed: fields of `ModelConfig` with one value in all models of the family, where it is not that of `PLAIN`.
       keys: those that differ between its models, by field.
-      reads, writes: fields that follow from several keys, as functions of the config; and those keys of a model.
+      reads, writes: fields that follow from several keys, as functions of the config; and those keys of a model, with
+        such that transformers does not read and other runtimes ask for.
       tensors: the table of its tensors; a function of the model, where models of the family differ in names.
       activation: the key of its activation; "": it has one, in `fixed`.
       activations: names of activations that mean another one in this family.

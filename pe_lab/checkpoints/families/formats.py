@@ -206,7 +206,7 @@ class RotatedWindows(OneRotation):
 
     def write_rotates(self, rotates: Sequence[bool], windows: Sizes) -> dict[str, Any]:
         if self.unless_windows and all(rotates) and not any(windows):
-            return {"sliding_window": None}
+            return {"sliding_window": None, "sliding_window_pattern": None}
         wrong = [n for n, one in enumerate(rotates) if one != (windows[n] is not None)]
         if wrong and any(rotates):
             n = wrong[0]
@@ -312,11 +312,13 @@ class LearnedTable(PositionFormat):
     Attributes:
       length_key, length: of the number of positions; and that of files without the key.
       offset: rows of the table before that of position 0.
+      copies: keys with the same number that other runtimes ask for.
     """
 
     length_key: str
     length: int
     offset: int = 0
+    copies: tuple[str, ...] = ()
 
     def read(self, config: Config, model: ModelConfig) -> Positions:
         size = whole(config, self.length_key, self.length)
@@ -335,7 +337,7 @@ class LearnedTable(PositionFormat):
             )
         if max_length is not None and max_length > size:
             raise ConfigError(f"--max-length is {max_length:,}, and the model has {size:,} positions.")
-        return {self.length_key: size}
+        return dict.fromkeys((self.length_key, *self.copies), size)
 
 
 def every(interval: int, key: str = "") -> Callable[[Config, int], bool]:

@@ -6,6 +6,7 @@ import math
 
 from pe_lab.checkpoints.families.family import (
     ATTENTION_BIAS,
+    EXTERNAL_ACTIVATIONS,
     LLAMA_KEYS,
     TIED,
     Family,
@@ -76,6 +77,7 @@ FAMILIES = (
         _KEYS | _SCALE | _caps(50.0, 30.0),
         reads=_EMBEDDING,
         activation="hidden_activation",
+        writes=lambda model: {"hidden_act": EXTERNAL_ACTIVATIONS[model.activation]},  # SGLang asks for it
         holds=_holds,
     ),
     Family(

@@ -10,7 +10,7 @@ FAMILIES = (
     Family(
         "gpt2",
         "GPT2LMHeadModel",
-        LearnedTable("n_positions", 1024),
+        LearnedTable("n_positions", 1024, copies=("n_ctx",)),
         TensorTable(
             {
                 "transformer.wte": "token_embedder.embedding",

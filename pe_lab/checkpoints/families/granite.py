@@ -88,7 +88,9 @@ class _BaseByLayer(PositionFormat):
             raise UnsupportedError(f"its layers differ in their base alone, and these have {names}.")
         bases = [0 if isinstance(x.encoding, NoPE) else written[x.encoding]["rope_theta"] for x in layers]
         common = next(iter(written.values()))
-        return common | _WINDOWS.write([layer.window for layer in layers]) | {"layer_rope_theta": bases}
+        windows = _WINDOWS.write([layer.window for layer in layers])
+        # llama.cpp's converter has no_rope_layers for it.
+        return common | windows | {"layer_rope_theta": bases, "no_rope_layers": [int(base != 0) for base in bases]}
 
 
 FAMILIES = (
