@@ -213,19 +213,25 @@ def _of_family(base: str) -> list[Variant]:
     return found
 
 
+def _yarn(factor: float = 4, base: float = 500.0, length: int = TRAINED, **options: Any) -> Rope:
+    return Rope(base, scaling=Yarn(factor, length, **options))
+
+
 _R = Rope(500.0)
 _IN_WINDOWS = Layer(_R, WINDOW)
+# DroPE's layout, which no runtime has; and other Llamas, whose rotations are below.
+_LLAMAS = {name for name in families() if name.startswith("llama")} - {"llama_bias", "llama_head_dim"}
 VARIANTS = (
-    *(Variant(name, "as it is") for name in families() if not name.startswith("llama") or name in ("llama_bias", "llama_head_dim")),
+    *(Variant(name, "as it is") for name in families() if name not in _LLAMAS),
     *(variant for base in _FAMILIES for variant in _of_family(base)),
     Variant("llama", "p-RoPE", (Rope(500.0, 0.5),)),
     Variant("llama", "partial RoPE", (PartialRope(500.0, 0.5),)),
-    Variant("llama", "YaRN(2.3), as a table", (Rope(500.0, scaling=Yarn(2.3, TRAINED)),), TRAINED),
-    Variant("smollm3", "YaRN(2.3), as a table", (*[Rope(500.0, scaling=Yarn(2.3, TRAINED))] * 3, NoPE()), TRAINED),
+    Variant("llama", "YaRN(2.3), as a table", (_yarn(2.3),), TRAINED),
+    Variant("smollm3", "YaRN(2.3), as a table", (*[_yarn(2.3)] * 3, NoPE()), TRAINED),
     Variant("llama", "NTK-by-parts", (Rope(500.0, scaling=NTKByParts(4, TRAINED)),), TRAINED),
-    Variant("llama", "YaRN with mscale", (Rope(500.0, scaling=Yarn(4, TRAINED, mscale=0.7, mscale_all_dim=0.3)),), TRAINED),
-    Variant("llama", "YaRN with betas", (Rope(500.0, scaling=Yarn(4, TRAINED, beta_fast=2.0, beta_slow=0.25)),), TRAINED),
-    Variant("llama", "YaRN without rounding", (Rope(500.0, scaling=Yarn(4, 4096, truncate=False)),), 4096),
+    Variant("llama", "YaRN with mscale", (_yarn(mscale=0.7, mscale_all_dim=0.3),), TRAINED),
+    Variant("llama", "YaRN with betas", (_yarn(beta_fast=2.0, beta_slow=0.25),), TRAINED),
+    Variant("llama", "YaRN without rounding", (_yarn(length=4096, truncate=False),), 4096),
     Variant("llama", "dynamic NTK, factor 4", (Rope(500.0, scaling=DynamicNTK(TRAINED, 4.0)),), TRAINED),
     Variant("smollm3", "rotation on every second layer", (_R, NoPE())),
     Variant("smollm3", "windows", (_IN_WINDOWS, _IN_WINDOWS, _IN_WINDOWS, NoPE())),
@@ -239,15 +245,22 @@ VARIANTS = (
     Variant("gemma3", "windows on all layers", (Layer(Rope(10000.0), WINDOW),)),
     Variant("gemma3", "windows on all layers, usual scale", (Layer(Rope(10000.0), WINDOW),), prepare=_usual_scale),
     Variant("olmo3", "two bases", (_IN_WINDOWS, Rope(10000.0))),
-    Variant("olmo3", "YaRN on all layers", (Layer(Rope(500.0, scaling=Yarn(4, TRAINED)), WINDOW), Rope(500.0, scaling=Yarn(4, TRAINED))), TRAINED),
+    Variant("olmo3", "YaRN on all layers", (Layer(_yarn(), WINDOW), _yarn()), TRAINED),
     Variant("ministral3", "RoPE", (_R,)),
     Variant("phi3", "windows", (Layer(PartialRope(500.0, 0.5), WINDOW),)),
-    Variant("exaone4_full", "base 1,000,000, epsilon 1e-6", (Rope(1e6),), prepare=_small_epsilon),
+    Variant("exaone4_full", "base 1,000,000", (Rope(1e6),), prepare=_small_epsilon),
+    Variant("exaone4_full", "YaRN of base 1,000,000", (_yarn(base=1e6),), TRAINED, prepare=_small_epsilon),
+    Variant(
+        "exaone4_full", "dropped, as a table; epsilon", (NoPE(),), rewrite=_dropped_as_table, prepare=_small_epsilon
+    ),
+    Variant("exaone4", "base 1,000,000", (*[Layer(Rope(1e6), WINDOW)] * 3, NoPE()), prepare=_small_epsilon),
+    Variant("exaone4", "windows on all layers", (Layer(Rope(1e6), WINDOW),), prepare=_small_epsilon),
+    Variant("starcoder2", "a base that is no whole number", (Rope(500.5),)),
     Variant("granite_swa", "several bases", (_IN_WINDOWS, Rope(1000.0))),
     Variant("stablelm_parallel", "parallel blocks, RoPE of base 10,000", (PartialRope(10000.0, 0.5),)),
     Variant("falcon_40b", "four times as wide", prepare=_four_times_as_wide),
     Variant("falcon_sequential", "four times as wide", prepare=_four_times_as_wide),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -321,8 +334,8 @@ def _opened(directory: Path) -> Checkpoint:
 def measure(runtime: str, computed: Sequence[Computed]) -> list[set[str]]:
     """How each variant fails in a runtime, as the kinds of `KINDS`; empty: it is right, at all of `PREFIXES`.
 
-    A runtime that derives a shorter length than the export declares reads it once more with that length set. An encoding
-    that follows the length is read beyond the length that it declares.
+    A runtime that derives a shorter length than the export declares reads it once more with that length set. An
+    encoding that follows the length is read beyond the length that it declares.
     """
     results = READERS[runtime]([Job(each.directory, each.tokens) for each in computed], PREFIXES)
     found = [failures(runtime, each, result) for each, result in zip(computed, results, strict=True)]

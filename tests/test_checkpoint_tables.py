@@ -12,6 +12,7 @@ from checkpoint_tables import (
     EDITS,
     HF,
     LIMIT,
+    ONLY_IN_5,
     command,
     document,
     documented,
@@ -30,7 +31,6 @@ from transformers_environments import read_several
 import pe_lab
 
 VERSIONS = ("4.56", "5")
-ONLY_IN_5 = ("granite_swa", "ministral3", "olmo3")  # architectures that transformers 4.56 does not have
 NEW_TOKENS = 24
 
 

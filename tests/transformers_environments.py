@@ -70,7 +70,7 @@ def cache() -> Path:
 
 @functools.cache
 def environment(version: str) -> Path:
-    """The python of an environment of PINS, made when it is not there yet: "4.56" or "5" of transformers, "5+lm_eval", "servers".
+    """The python of an environment of `PINS`, made when it is not there yet.
 
     Raises:
       RuntimeError: it cannot be made; the message ends with pip's own last lines.
@@ -291,5 +291,5 @@ def call(directory: Path, command: list[str]) -> None:
         raise RuntimeError(
             f"{directory} cannot be made ({how}): {' '.join(command)}\n{last}\n"
             "Its packages come from pip's own configuration (pip config list); without a network, put wheels of the "
-            "pins in tests/transformers_environments.py and runtime_environments.py into a folder and set PIP_FIND_LINKS to it."
+            "pins in tests/transformers_environments.py and runtime_environments.py in the folder PIP_FIND_LINKS."
         )

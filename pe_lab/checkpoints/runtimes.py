@@ -31,7 +31,7 @@ KINDS = (WRONG, NO_START, SHORTER, LONGER)
 _TRANSFORMERS_IN_SGLANG = ("gpt_neox", "smollm3")
 _TRANSFORMERS_IN_VLLM = (*_TRANSFORMERS_IN_SGLANG, "olmo2", "olmo3", "starcoder2")
 # Those whose classes in SGLang do not know of a scaling.
-_UNSCALED = ("gemma", "gemma2", "exaone4", "stablelm", "starcoder2")
+_UNSCALED = ("gemma", "gemma2", "stablelm", "starcoder2")
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,9 @@ class Fault:
         return next((text for names, text in self.others.items() if model_type in names), self.most)
 
     def __str__(self) -> str:
-        others = [f"{', '.join(f'`{name}`' for name in names)}: {text or 'right'}" for names, text in self.others.items()]
+        others = [
+            f"{', '.join(f'`{name}`' for name in names)}: {text or 'right'}" for names, text in self.others.items()
+        ]
         return "; ".join([self.most or "right", *others])
 
 
@@ -63,19 +65,15 @@ class Content:
         return fault.of(config["model_type"]) if isinstance(fault, Fault) else fault
 
 
-def _rope(config: Config) -> Mapping[str, Any]:
-    """The keys of the one rotation; none where there are several."""
-    return {} if by_layer_type(config) else config.get("rope_parameters") or config.get("rope_scaling") or {}
+def _rope(config: Config, layers: str = "full_attention") -> Mapping[str, Any]:
+    """The keys of the one rotation, or of that of a type of layers."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return rope[layers] if by_layer_type(config) else rope
 
 
-def _kind(config: Config) -> str:
-    rope = _rope(config)
+def _kind(config: Config, layers: str = "full_attention") -> str:
+    rope = _rope(config, layers)
     return "dropped" if rope.get("factor") == NO_ROTATION else rope.get("rope_type", "default")
-
-
-def _kinds_by_type(config: Config) -> set[str]:
-    """The kinds of rotation of a model that has them by type of layers."""
-    return {_kind({"rope_parameters": rope}) for rope in (by_layer_type(config) or {}).values()}
 
 
 def _is(config: Config, *names: str) -> bool:
@@ -94,6 +92,10 @@ def _ramp(config: Config) -> tuple[Any, ...]:
 
 def _table(config: Config) -> bool:
     return _kind(config) == "longrope" and _rope(config)["short_factor"] == _rope(config)["long_factor"]
+
+
+def _rotates(config: Config) -> bool:
+    return _kind(config) != "dropped" and not (_table(config) and min(_rope(config)["short_factor"]) == NO_ROTATION)
 
 
 def _beyond(config: Config) -> bool:
@@ -165,9 +167,9 @@ CONTENTS: tuple[Content, ...] = (
         "LongRoPE with two tables",
         lambda c: _kind(c) == "longrope" and not _table(c),
         {
-            LLAMA_CPP: Fault(_DROPS_TABLES, {("phi3",): "wrong for short sequences in a longer context: the long table"}),
+            LLAMA_CPP: Fault(_DROPS_TABLES, {("phi3",): "wrong for short sequences in a long context: the long table"}),
             VLLM: Fault(
-                f"{_LONG_ON_REQUEST}; then wrong for shorter sequences: the long table",
+                f"{_LONG_ON_REQUEST}; then wrong for short sequences: the long table",
                 {_TRANSFORMERS_IN_VLLM: _LONG_ON_REQUEST},
             ),
             SGLANG: Fault(
@@ -197,7 +199,7 @@ CONTENTS: tuple[Content, ...] = (
     ),
     Content(
         "no encoding on any layer, as `linear` with 1e30",
-        lambda c: "dropped" in {_kind(c), *_kinds_by_type(c)},
+        lambda c: _kind(c) == "dropped",
         {
             VLLM: Fault(_ROWS, {_TRANSFORMERS_IN_VLLM: _times_1e30("--max-model-len")}),
             SGLANG: Fault(
@@ -218,8 +220,13 @@ CONTENTS: tuple[Content, ...] = (
     ),
     Content(
         "a scaling in Gemma 1 and 2, StableLM, StarCoder2",
-        lambda c: _is(c, "gemma", "gemma2", "stablelm", "starcoder2") and _kind(c) != "default",
+        lambda c: _is(c, *_UNSCALED) and _kind(c) != "default",
         {SGLANG: "wrong: its classes of these models ignore the scaling"},
+    ),
+    Content(
+        "a base that is no whole number in StarCoder2",
+        lambda c: _is(c, "starcoder2") and _rope(c)["rope_theta"] % 1 != 0,
+        {SGLANG: "wrong: it rounds the base down"},
     ),
     Content(
         "windows in Qwen2, Qwen3, Mistral, Ministral 3, Phi-3, StarCoder2",
@@ -267,12 +274,22 @@ CONTENTS: tuple[Content, ...] = (
     ),
     Content(
         "Gemma 3 with PI on layers without a window",
-        lambda c: _is(c, "gemma3_text") and "linear" in _kinds_by_type(c),
+        lambda c: _is(c, "gemma3_text") and _kind(c) == "linear",
         dict.fromkeys((VLLM, SGLANG), "serves max_position_embeddings, not times the factor"),
     ),
     Content(
+        "OLMo 3 with two bases",
+        lambda c: _is(c, "olmo3") and len({_rope(c, kind)["rope_theta"] for kind in by_layer_type(c)}) > 1,
+        {SGLANG: "wrong: it has one base"},
+    ),
+    Content(
+        "OLMo 3 with PI",
+        lambda c: _is(c, "olmo3") and _kind(c) == "linear",
+        {SGLANG: "wrong beyond max_position_embeddings: the table of layers with a window ends there"},
+    ),
+    Content(
         "OLMo 3 with a scaling on layers with a window",
-        lambda c: _is(c, "olmo3") and _kind({"rope_parameters": by_layer_type(c)["sliding_attention"]}) != "default",
+        lambda c: _is(c, "olmo3") and _kind(c, "sliding_attention") != "default",
         dict.fromkeys((LLAMA_CPP, SGLANG), "wrong: it scales layers without a window alone"),
     ),
     Content(
@@ -281,9 +298,9 @@ CONTENTS: tuple[Content, ...] = (
         {LLAMA_CPP: "wrong: it has windows in models of 64 layers alone"},
     ),
     Content(
-        "EXAONE 4 with another rotation than RoPE of base 1,000,000, or another epsilon than 1e-6",
-        lambda c: _is(c, "exaone4") and (_kind(c), _rope(c)["rope_theta"], c["rms_norm_eps"]) != ("default", 1e6, 1e-6),
-        {SGLANG: "wrong: it ignores the base, the scaling and QK-norm's epsilon"},
+        "EXAONE 4 with another base than 1,000,000, or another epsilon than 1e-6",
+        lambda c: _is(c, "exaone4") and ((_rotates(c) and _rope(c)["rope_theta"] != 1e6) or c["rms_norm_eps"] != 1e-6),
+        {SGLANG: "wrong: it has these values in all models"},
     ),
     Content(
         "Cohere 2 with windows",

@@ -47,11 +47,13 @@ class Seen:
         self.rotations.append(self.pending)
         self.pending = None
 
-
     def read(
-        self, sequences: Sequence[torch.Tensor], longest: int, forward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+        self,
+        sequences: Sequence[torch.Tensor],
+        longest: int,
+        forward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> dict[str, object]:
-        """The logits [T, V] of each sequence that is not longer than `longest`, or its error, by their names in the file.
+        """The logits [T, V] of each sequence of no more than `longest` tokens, or its error, by names in the file.
 
         `forward` takes tokens and positions. What the last sequence without an error showed stays.
         """
@@ -81,7 +83,7 @@ def attend(
     slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention, [T, H, K] from [T, H, K], [T, G, K] and [T, G, K]; the window in tokens, the query's included."""
+    """Causal attention, [T, H, K] from [T, H, K] and twice [T, G, K]; the window in tokens, the query's included."""
     length, heads = query.shape[:2]
     key, value = (x.repeat_interleave(heads // x.shape[1], 1).float() for x in (key, value))
     logits = torch.einsum("qhd,khd->hqk", query.float(), key) * scale
@@ -99,13 +101,17 @@ def attend(
     return torch.einsum("hqk,khd->qhd", logits.softmax(-1)[..., :length], value)
 
 
-def main(description: str, prepare: Callable[[Path], Callable[[str, list[torch.Tensor], int | None, Seen], dict]]) -> None:
+def main(
+    description: str, prepare: Callable[[Path], Callable[[str, list[torch.Tensor], int | None, Seen], dict]]
+) -> None:
     """Reads the arguments of either script, and writes the result of every model to its --out, or its error.
 
     `prepare` makes, from the folder with the server's files, what computes the arrays of one model.
     """
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--packages", required=True, type=Path, help="the folder that the server's wheel is unpacked in")
+    parser.add_argument(
+        "--packages", required=True, type=Path, help="the folder that the server's wheel is unpacked in"
+    )
     parser.add_argument("--model", action="append", required=True, help="a directory")
     parser.add_argument("--tokens", action="append", required=True, help=".npy, [T] integers")
     parser.add_argument("--prefixes", default="", help="lengths, separated by commas: read so many tokens; none: all")
