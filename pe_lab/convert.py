@@ -14,19 +14,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pe_lab import storage
-from pe_lab.errors import CheckpointError, ConfigError, UnsupportedError
+from pe_lab.errors import CheckpointError, ConfigError, UnsupportedError, did_you_mean
 from pe_lab.storage import AnyPath, check_checkpoints, check_place, new_directory, write_json
 from pe_lab.storage.manifest import manifest_of
 from pe_lab.terminal import argument_parser, byte_progress, positive, works_on
 
 if TYPE_CHECKING:
     from pe_lab.checkpoints.checkpoint import Checkpoint
-    from pe_lab.checkpoints.huggingface import Export
+    from pe_lab.checkpoints.hf_export import Export
     from pe_lab.checkpoints.parity import Parity
     from pe_lab.checkpoints.source import CheckpointSource
     from pe_lab.data.tokenizers import Tokenizer
     from pe_lab.model import Model
     from pe_lab.positional import Layer
+    from pe_lab.results.records import Record
 
 EXAMPLES = """\
 import:
@@ -36,6 +37,7 @@ import:
 export:
   python -m pe_lab.convert --from=runs/drope/recalibrate --to=hf:exports/drope
   python -m pe_lab.convert --from=runs/drope --to=hf:exports/drope --length=16384 --dtype=bfloat16
+  python -m pe_lab.convert --from=runs/drope --to=hf:exports/drope --for=transformers,vllm --push=ORG/NAME
 
 Weights keep their dtype; training and evaluation use float32. If transformers and torch are installed (or
 --parity-python names an interpreter that has them), the parity check compares the logits of a fixed batch, and a result
@@ -52,7 +54,22 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--to", required=True, help="a new directory; hf:DIR to export")
     p.add_argument(
         "--family",
-        help="the architecture of an export, such as llama or qwen3 (default: the first that can express the model)",
+        default="auto",
+        help="the architecture of an export, such as llama (default auto: the one that most runtimes read right)",
+    )
+    p.add_argument(
+        "--for",
+        dest="runtimes",
+        type=_runtimes,
+        default=(),
+        metavar="RUNTIMES",
+        help="transformers,vllm,sglang,llama.cpp, or some of them, which must compute an export right; it is "
+        "refused where no form is right in all (default: the form that is right in most)",
+    )
+    p.add_argument(
+        "--push",
+        metavar="ORG/NAME",
+        help="also send an export to a new repository of the Hugging Face hub (token: `hf auth login`, or HF_TOKEN)",
     )
     p.add_argument("--dtype", help="of exported weights: float32, bfloat16 or float16 (default: unchanged)")
     p.add_argument(
@@ -124,9 +141,10 @@ def import_checkpoint(
             f"--from '{args.source}' is a checkpoint of pe_lab already. Edit it with pe_lab.surgery, or export it with "
             "--to=hf:DIR."
         )
-    for option in ("family", "dtype", "length", "max_length"):
-        if getattr(args, option) is not None:
-            raise ConfigError(f"--{option.replace('_', '-')} goes with --to=hf:DIR; an import changes nothing.")
+    given = {"--family": args.family != "auto", "--for": args.runtimes, "--push": args.push, "--dtype": args.dtype}
+    for option, value in (given | {"--length": args.length, "--max-length": args.max_length}).items():
+        if value:
+            raise ConfigError(f"{option} goes with --to=hf:DIR; an import changes nothing.")
     model = Model(source.model, hooks=layer_hooks(source.layers, source.model.heads))
     size = model.num_parameters * source.dtype.itemsize
     trained = f"trained on {source.training_length:,} tokens"
@@ -162,13 +180,18 @@ def export_checkpoint(
     source: CheckpointSource, tokenizer: Tokenizer | None, to: AnyPath, args: argparse.Namespace, python: str | None
 ) -> None:
     """Writes any checkpoint as a Hugging Face directory."""
-    from pe_lab.checkpoints.huggingface import plan_export, write_huggingface
+    from pe_lab.checkpoints.hf_export import plan_export, write_huggingface
+    from pe_lab.checkpoints.hub import check_push, push
     from pe_lab.checkpoints.parity import compare
     from pe_lab.checkpoints.runtimes import report
     from pe_lab.model import Model
     from pe_lab.positional import layer_hooks
+    from pe_lab.results.model_card import model_card
 
-    export = plan_export(source, args.family, args.dtype, args.length, args.max_length)
+    family = None if args.family == "auto" else args.family
+    export = plan_export(source, family, args.dtype, args.length, args.max_length, args.runtimes)
+    if args.push:
+        check_push(args.push)
     if tokenizer is not None:
         export = dataclasses.replace(export, config={**export.config, **_token_ids(tokenizer, export.config)})
     print(f"{source.display_name}: as {export.family.architecture}, {export.dtype}, {export.size / 1e9:.2f} GB")
@@ -187,12 +210,44 @@ def export_checkpoint(
         with byte_progress("converting", export.size) as done:
             write_huggingface(source, export, temporary, done)
         _write_generation(export.config, tokenizer, temporary)
+        card = model_card(source, export, args.push or to.name, _results(args.source, source))
+        (temporary / "README.md").write_text(card, encoding="utf-8")
         if export.family.stock:
             model = Model(source.model, hooks=layer_hooks(source.layers, source.model.heads))
             _check_parity(args, python, model, lambda p: compare(_as_exported(args, export), temporary, p))
         manifest_of(temporary, {"kind": "export"}).write(temporary)
     note = "" if tokenizer else " The checkpoint has no tokenizer."
     print(f"{to}: written from {source.display_name}.{note}")
+    if args.push:
+        address = push(storage.local_copy(to), args.push, f"Exported by pe_lab from {source.display_name}")
+        print(f"{address}: sent.")
+
+
+def _runtimes(text: str) -> tuple[str, ...]:
+    """Names of runtimes, in any case, with commas between them."""
+    from pe_lab.checkpoints.runtimes import RUNTIMES
+
+    known = {name.lower(): name for name in RUNTIMES}
+    names = [part.strip().lower() for part in text.split(",") if part.strip()]
+    if unknown := [name for name in names if name not in known]:
+        raise argparse.ArgumentTypeError(f"'{unknown[0]}' is not known. {did_you_mean(unknown[0], list(known))}")
+    if not names:
+        raise argparse.ArgumentTypeError(f"it names no runtime of {', '.join(known)}")
+    return tuple(dict.fromkeys(known[name] for name in names))
+
+
+def _results(given: str, source: CheckpointSource) -> list[Record]:
+    """What was measured of the checkpoint, where its run has results."""
+    from pe_lab.evaluation.targets import locate
+    from pe_lab.results.runs import NoRun, read_run
+
+    if not (own := source.metadata.get("id")):
+        return []
+    try:
+        evaluation = read_run(locate(given).root).evaluation
+    except NoRun:
+        return []
+    return [record for records in evaluation.values() for record in records if record.get("checkpoint_id") == own]
 
 
 def _token_ids(tokenizer: Tokenizer, config: dict[str, Any]) -> dict[str, Any]:

@@ -6,9 +6,10 @@ PE_LAB_WRITE_DOCS=1 python -m pytest -m slow tests/test_checkpoint_tables.py    
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,10 @@ import numpy as np
 from safetensors.numpy import load_file
 
 import pe_lab
+from pe_lab.checkpoints.hf_export import plan_export, write_huggingface
+from pe_lab.checkpoints.huggingface import HuggingFaceSource
 from pe_lab.convert import main as convert
+from pe_lab.errors import UnsupportedError
 from pe_lab.language_model import LanguageModel
 from pe_lab.positional import (
     NTK,
@@ -118,6 +122,83 @@ EDITS = (
     Edit("GPT-NeoX, dropped", "gpt_neox", drop()),
     Edit("GPT-NeoX, YaRN(4) on partial RoPE", "gpt_neox", PartialRope(_BASE, 0.25, Yarn(4, TRAINED))),
 )  # fmt: skip
+
+
+# Schedules, as functions of the number of layers; the window is a fifth of the 40 tokens of the stored batches.
+_FULL, _WINDOW = Rope(_BASE), 8
+
+
+def _last(others: object, last: object) -> Callable[[int], list[Layer]]:
+    """`last` on the last layer, and `others` before it."""
+    return lambda count: [_layer(others)] * (count - 1) + [_layer(last)]
+
+
+def _layer(of: object) -> Layer:
+    return of if isinstance(of, Layer) else Layer(of)
+
+
+def _all(of: object) -> Callable[[int], list[Layer]]:
+    return lambda count: [_layer(of)] * count
+
+
+_SLIDING = Layer(_FULL, _WINDOW)
+SCHEDULES: dict[str, Callable[[int], list[Layer]]] = {
+    "RoPE": _all(_FULL),
+    "PI(4)": _all(Rope(_BASE, scaling=PI(4))),
+    "NTK(4)": _all(Rope(_BASE, scaling=NTK(4))),
+    "dynamic NTK": _all(Rope(_BASE, scaling=DynamicNTK(TRAINED))),
+    "YaRN(4)": _all(_YARN),
+    "YaRN(2.3)": _all(Rope(_BASE, scaling=Yarn(2.3, TRAINED))),
+    "NTK-by-parts(4)": _all(Rope(_BASE, scaling=NTKByParts(4, TRAINED))),
+    "llama3": _all(Rope(_BASE, scaling=Llama3(4, original_length=TRAINED))),
+    "p-RoPE 0.5": _all(Rope(_BASE, 0.5)),
+    "partial RoPE 0.5": _all(PartialRope(_BASE, 0.5)),
+    "partial RoPE 0.5, YaRN(2.3)": _all(PartialRope(_BASE, 0.5, Yarn(2.3, TRAINED))),
+    "dropped": _all(NoPE()),
+    "dropped on the last layer": _last(_FULL, NoPE()),
+    "YaRN(4), and the last layer dropped": _last(_YARN, NoPE()),
+    "windows": _all(_SLIDING),
+    "windows but on the last layer": _last(_SLIDING, _FULL),
+    "windows without rotation": _all(Layer(NoPE(), _WINDOW)),
+    "windows with RoPE, the last layer dropped (RNoPE-SWA)": _last(_SLIDING, NoPE()),
+    "windows dropped, RoPE on the last layer": _last(Layer(NoPE(), _WINDOW), _FULL),
+    "windows with RoPE, YaRN(4) on the last layer": _last(_SLIDING, _YARN),
+    "windows with RoPE, another base on the last layer": _last(_SLIDING, Rope(5000.0)),
+    "windows with RoPE, p-RoPE 0.25 on the last layer": _last(_SLIDING, Rope(5000.0, 0.25)),
+    "another base on the last layer": _last(_FULL, Rope(5000.0)),
+    "YaRN(4) on the last layer": _last(_FULL, _YARN),
+}
+# A model of tests/data/hf for each architecture that rotates.
+VEHICLES = (
+    "llama",
+    "mistral",
+    "ministral3",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "olmo2",
+    "olmo3",
+)
+VEHICLES += ("exaone4", "cohere2", "granite", "granite_swa", "phi3", "starcoder2", "stablelm", "gptj", "gpt_neox")
+VEHICLES += ("glm4", "falcon_7b")
+
+
+def written_as(vehicle: str, layers: Sequence[Layer], directory: Path) -> Path | None:
+    """A model of tests/data/hf under other encodings, exported as its own architecture; None if that is refused."""
+    source = HuggingFaceSource(HF / vehicle)
+    own = source.layers[0].extras
+    source.layers = tuple(dataclasses.replace(layer, extras=own) for layer in layers)
+    source.training_length = TRAINED
+    try:
+        export = plan_export(source, source.family.model_type)
+    except UnsupportedError:
+        return None
+    directory.mkdir(parents=True)
+    write_huggingface(source, export, directory)
+    return directory
 
 
 def edited(edit: Edit, scratch: Path) -> tuple[LanguageModel, Path, str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,8 @@ from checkpoint_tables import (
     HF,
     LIMIT,
     ONLY_IN_5,
+    SCHEDULES,
+    VEHICLES,
     command,
     document,
     documented,
@@ -25,13 +29,16 @@ from checkpoint_tables import (
     table,
     tensors,
     without_numbers,
+    written_as,
 )
-from transformers_environments import read_several
+from transformers_environments import read_or_refused, read_several
 
 import pe_lab
+from pe_lab.checkpoints.runtimes import TRANSFORMERS, judge
 
 VERSIONS = ("4.56", "5")
 NEW_TOKENS = 24
+VEHICLE_LIMIT = 3e-5
 
 
 def check_or_write(name: str, content: str) -> None:
@@ -112,6 +119,50 @@ def test_every_edit_goes_out_natively(tmp_path: Path) -> None:
         rows.append([edit.name + (f" ({option})" if option else ""), architecture, *map(number, there)])
     header = ["model", "written as", "transformers 4.56", "transformers 5"]
     check_or_write("edits", table(header, rows))
+
+
+def listed(able: list[str]) -> str:
+    """The architectures, or those that are left where they are fewer."""
+    others = [vehicle for vehicle in VEHICLES if vehicle not in able]
+    return ", ".join(able) or "none" if len(able) <= len(others) else f"all but {', '.join(others)}"
+
+
+@pytest.mark.slow  # 5 minutes
+def test_every_schedule_is_right_in_every_vehicle_that_takes_it(tmp_path: Path) -> None:
+    """Logits over five windows' length, of the model under the schedule and of its export in transformers."""
+    wanted, jobs = {}, {}
+    for vehicle in VEHICLES:
+        lm = pe_lab.load(f"hf:{HF / vehicle}")
+        tokens, _ = stored(vehicle)
+        own = lm.layers[0].extras
+        for schedule, of in SCHEDULES.items():
+            layers = of(len(lm.layers))
+            if out := written_as(vehicle, layers, tmp_path / vehicle / re.sub(r"\W+", "_", schedule)):
+                under = lm.with_positional([dataclasses.replace(layer, extras=own) for layer in layers])
+                wanted[schedule, vehicle] = np.asarray(under.logits(tokens))
+                jobs[schedule, vehicle] = (out, tokens)
+    differences: dict[tuple[str, str], dict[str, float]] = {cell: {} for cell in wanted}
+    refused: dict[tuple[tuple[str, str], str], str] = {}
+    for version in VERSIONS:
+        for cell, logits in zip(jobs, read_or_refused(version, list(jobs.values()), timeout=1800), strict=True):
+            if isinstance(logits, str):
+                refused[cell, version] = logits
+            else:
+                differences[cell][version] = float(np.abs(logits - wanted[cell]).max())
+    wrong = {cell: found for cell, found in differences.items() if max(found.values()) > VEHICLE_LIMIT}
+    assert not wrong, wrong
+    configs = {cell: json.loads((out / "config.json").read_text()) for cell, (out, _) in jobs.items()}
+    assert refused.keys() == {(cell, "4.56") for cell in jobs if judge(configs[cell])[TRANSFORMERS]}, refused
+    rows = []
+    for schedule in SCHEDULES:
+        able = [vehicle for vehicle in VEHICLES if (schedule, vehicle) in wanted]
+        most = [
+            max((f[version] for cell, f in differences.items() if cell[0] == schedule and version in f), default=None)
+            for version in VERSIONS
+        ]
+        rows.append([schedule, listed(able), *("–" if one is None else number(one) for one in most)])
+    header = ["schedule", "architectures that take it", "transformers 4.56", "transformers 5"]
+    check_or_write("vehicles", table(header, rows))
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ import pe_lab
 from pe_lab import convert, surgery
 from pe_lab.checkpoints import parity
 from pe_lab.checkpoints.checkpoint import open_checkpoint
-from pe_lab.checkpoints.huggingface import plan_export, write_huggingface
+from pe_lab.checkpoints.hf_export import plan_export, write_huggingface
 from pe_lab.config import ModelConfig
 from pe_lab.convert import main
 from pe_lab.data.tokenizers import ByteTokenizer, check_vocabulary, export_tokenizer
@@ -97,7 +97,7 @@ def test_generation_reads_the_same_ids_and_length_everywhere(tmp_path, capsys):
     arguments = [f"--from=hf:{theirs}", f"--to=hf:{tmp_path / 'out'}", "--parity=off", "--max-length=4096"]
     assert main(arguments) == 0
     out = capsys.readouterr().out
-    assert "Declared for 4,096 tokens" in out and "vLLM (0.33.0, by its code): does not start" in out
+    assert "Declared for 4,096 tokens" in out and "vLLM (0.33.0, run): right" in out
     config, generation, tokenizer = (
         json.loads((tmp_path / "out" / name).read_text())
         for name in ("config.json", "generation_config.json", "tokenizer_config.json")
@@ -143,6 +143,11 @@ WRONG = {
     "a whole bucket": (["--to=gs://bucket"], "is a whole bucket; give a directory in it"),
     "a family for an import": (["--to={new}", "--family=llama"], "--family goes with --to=hf:DIR"),
     "a longest sequence for an import": (["--to={new}", "--max-length=64"], "--max-length goes with --to=hf:DIR"),
+    "runtimes for an import": (["--to={new}", "--for=vllm"], "--for goes with --to=hf:DIR"),
+    "a repository for an import": (["--to={new}", "--push=org/name"], "--push goes with --to=hf:DIR"),
+    "an unknown runtime": (["--to=hf:{new}", "--for=vllm,sglan"], "'sglan' is not known. Did you mean 'sglang'"),
+    "no runtime": (["--to=hf:{new}", "--for=,"], "it names no runtime of transformers, llama.cpp, vllm, sglang"),
+    "no repository": (["--to=hf:{new}", "--push=name"], "--push=name: give a repository as ORG/NAME"),
     "a dtype for an import": (["--to={new}", "--dtype=float16"], "--dtype goes with --to=hf:DIR"),
     "a length of nothing": (["--to=hf:{new}", "--length=0"], "argument --length: '0' is not a whole number"),
     "a family that cannot": (["--to=hf:{new}", "--family=qwen3"], "qwen3 cannot hold this model: qk_norm is 'none'"),

@@ -120,6 +120,19 @@ def read(
     return read_several(version, [(directory, tokens)], **options)[0]
 
 
+def read_or_refused(
+    version: str, models: Sequence[tuple[Path | str, np.ndarray]], timeout: float = 600
+) -> list[np.ndarray | str]:
+    """`read_several`, with the message of the error in place of the logits of a model that is not loaded."""
+    with tempfile.TemporaryDirectory() as scratch:
+        arguments, outs = ["--go-on"], []
+        for index, (directory, tokens) in enumerate(models):
+            outs.append(Path(scratch) / f"logits_{index}.npy")
+            arguments += [f"--model={directory}", _of_tokens(scratch, tokens, index), f"--out={outs[-1]}"]
+        _run(version, arguments, None, timeout)
+        return [np.load(out) if out.exists() else Path(f"{out}.txt").read_text() for out in outs]
+
+
 def read_several(
     version: str,
     models: Sequence[tuple[Path | str, np.ndarray]],

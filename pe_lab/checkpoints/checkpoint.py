@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,8 +17,9 @@ from jax.sharding import Mesh
 
 from pe_lab import storage
 from pe_lab.checkpoints.gguf_file import GgufSource
+from pe_lab.checkpoints.hub import download
 from pe_lab.checkpoints.huggingface import HuggingFaceSource
-from pe_lab.checkpoints.locating import DIRECTORY, first_line, lineage_entry
+from pe_lab.checkpoints.locating import DIRECTORY, lineage_entry
 from pe_lab.checkpoints.native import NativeSource
 from pe_lab.checkpoints.source import CheckpointSource, place
 from pe_lab.config import ModelConfig
@@ -75,29 +75,7 @@ def open_source(path: str | AnyPath) -> CheckpointSource:
         return GgufSource(storage.local_copy(storage.path("the checkpoint", text.removeprefix("gguf:"))))
     name = text.removeprefix("hf:")
     directory = storage.path("the checkpoint", name)
-    return HuggingFaceSource(storage.local_copy(directory) if directory.is_dir() else _from_hub(name), f"hf:{name}")
-
-
-def _from_hub(name: str) -> Path:
-    """The directory of a repository's files, downloaded or in the hub's cache."""
-    by_hand = (
-        "Place its files by hand: a directory with config.json, *.safetensors and the tokenizer's files, and give "
-        "--from=hf:DIRECTORY."
-    )
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise CheckpointError(f"There is no directory '{name}', and it is no repository ORG/NAME. {by_hand}")
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        raise CheckpointError(
-            f"There is no directory '{name}', and huggingface_hub, which could download it, is not installed "
-            f"(pip install huggingface_hub). {by_hand}"
-        ) from None
-    try:
-        patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
-        return Path(snapshot_download(name, allow_patterns=patterns))
-    except Exception as error:  # of huggingface_hub, requests and the system
-        raise CheckpointError(f"'{name}' cannot be downloaded from the hub ({first_line(error)}). {by_hand}") from None
+    return HuggingFaceSource(storage.local_copy(directory) if directory.is_dir() else download(name), f"hf:{name}")
 
 
 def open_checkpoint(path: str | AnyPath, *, mesh: Mesh | None = None, rules: AxisRules | None = None) -> Checkpoint:
@@ -118,7 +96,7 @@ def open_checkpoint(path: str | AnyPath, *, mesh: Mesh | None = None, rules: Axi
     if isinstance(source, NativeSource):
         step, params, metadata = source.step, source.restore(mesh, rules), source.metadata
     else:
-        entry = lineage_entry(f"read from {source.display_name}", source.display_name, 0)
+        entry = lineage_entry(f"read from {source.display_name}", source.display_name, 0, source.origin)
         metadata = {
             "id": entry["id"],
             "phase": source.path.name,

@@ -10,6 +10,7 @@ import numpy as np
 
 from pe_lab.checkpoints.families import FAMILIES, Family
 from pe_lab.checkpoints.families.family import whole
+from pe_lab.checkpoints.rope_parameters import WriteOptions
 from pe_lab.config import ModelConfig
 from pe_lab.errors import CheckpointError, ConfigError, UnsupportedError, UserError
 from pe_lab.positional import Layer, Layout, NoPE, PartialRope, Rope, frequencies, from_json, to_json
@@ -108,14 +109,12 @@ def write_config(
     family: Family,
     model: ModelConfig,
     layers: Sequence[Layer],
-    training_length: int,
+    options: WriteOptions,
     dtype: str,
-    max_length: int | None = None,
 ) -> tuple[dict[str, Any], Layout]:
     """The `config.json` with which transformers 4 and 5 compute the same logits, and the layout of the heads.
 
-    All logit scales must be 1, already folded into the weights. `max_length` is the longest sequence to declare, in
-    tokens; None: what the encoding is meant for.
+    All logit scales must be 1, already folded into the weights.
 
     Raises:
       UnsupportedError: the family cannot express the model.
@@ -124,7 +123,7 @@ def write_config(
     kinds = list(dict.fromkeys(layers))
     shape = family.write_model(model)
     try:
-        positions = family.positions.write(layers, model, training_length, max_length)
+        positions = family.positions.write(layers, model, options)
     except UnsupportedError as error:
         raise UnsupportedError(f"{family.model_type} cannot express these layers: {error}") from None
     config: dict[str, Any] = {
@@ -145,6 +144,6 @@ def write_config(
     config[PE_LAB_KEY] = {
         "kinds": [to_json(layer) for layer in kinds],
         "layers": [kinds.index(layer) for layer in layers],  # indices of kinds
-        "training_length": training_length,
+        "training_length": options.training_length,
     }
     return config, Layout(family.pairs, read.rotated)

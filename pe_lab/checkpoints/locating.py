@@ -26,9 +26,10 @@ def first_line(error: BaseException) -> str:
     return excerpt((str(error).strip().splitlines() or [type(error).__name__])[0])
 
 
-def lineage_entry(what: str, path: str, step: int) -> dict[str, Any]:
-    """The entry of a new checkpoint in its lineage, with a unique id."""
-    return {"id": uuid.uuid4().hex[:12], "what": what, "path": path, "step": step}
+def lineage_entry(what: str, path: str, step: int, origin: str = "") -> dict[str, Any]:
+    """The entry of a new checkpoint in its lineage, with a unique id; `origin` is the family of an external one."""
+    entry = {"id": uuid.uuid4().hex[:12], "what": what, "path": path, "step": step}
+    return entry | {"origin": origin} if origin else entry
 
 
 def stored_metadata(path: AnyPath) -> dict[str, Any]:

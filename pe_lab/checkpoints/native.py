@@ -79,6 +79,8 @@ class NativeSource(CheckpointSource):
             )
         self._opened: dict[str, Any] = {}
         self._verified = False  # whether its files have been compared with its manifest
+        origins = (entry["origin"] for entry in self.metadata["lineage"] if isinstance(entry.get("origin"), str))
+        self.origin = next(origins, "")
         saved = tokenizer_directory(self.path)
         self.tokenizer = f"saved:{saved}" if saved else ""
 
@@ -186,7 +188,7 @@ def write_checkpoint(
     model = source.model
     shapes = leaf_paths(Model(model, hooks=layer_hooks(source.layers, model.heads)).shapes)
     params = {leaf: _Piecewise(source, leaf, tuple(s.shape)) for leaf, s in shapes.items()}
-    entry = lineage_entry(f"converted from {source.display_name}", str(final / DIRECTORY / "0"), 0)
+    entry = lineage_entry(f"converted from {source.display_name}", str(final / DIRECTORY / "0"), 0, source.origin)
     written = metadata_of(
         model,
         source.layers,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,22 @@ class RopeKeys:
     theta_key: str = "rope_theta"
     fraction_key: str = "partial_rotary_factor"
     length_key: str = "max_position_embeddings"
+
+
+@dataclass(frozen=True)
+class WriteOptions:
+    """How encodings are written.
+
+    Attributes:
+      training_length: tokens.
+      max_length: the longest sequence to declare, in tokens; None: the training length times the factor of the scaling.
+      tables: a scaling whose frequencies do not depend on the length, and no rotation, are written as LongRoPE with
+        equal short and long tables, and not by transformers' name.
+    """
+
+    training_length: int
+    max_length: int | None = None
+    tables: bool = False
 
 
 def read_rope(config: Mapping[str, Any], head_dim: int, keys: RopeKeys) -> tuple[Rotary, int]:
@@ -193,29 +209,27 @@ def nope_if_unrotated(encoding: Rotary, head_dim: int) -> Rotary:
     return encoding if fixed_point_frequencies(frequencies(encoding, head_dim)[0]).any() else NoPE()
 
 
-def write_rope(
-    encoding: Rotary, head_dim: int, length: int, keys: RopeKeys, max_length: int | None = None
-) -> dict[str, Any]:
+def write_rope(encoding: Rotary, head_dim: int, keys: RopeKeys, options: WriteOptions) -> dict[str, Any]:
     """The keys of `config.json` for the encoding of all rotating layers, for both majors of transformers.
 
     An encoding without a name in transformers, whose frequencies do not depend on the length and whose gain is one
     number, is written as LongRoPE with equal short and long tables, which divide each pair's frequency: p-RoPE, for
     example, and partial RoPE on an architecture that rotates whole heads.
 
-    `length` is the training length, `max_length` the longest sequence to declare, by default the first times the factor
-    of the scaling, in tokens.
-
     Raises:
       UnsupportedError: transformers cannot express the encoding; names the nearest that it can.
       ConfigError: a `max_length` for an encoding whose scaling declares a length (PI, dynamic NTK, YaRN).
     """
+    length, max_length = options.training_length, options.max_length
     if isinstance(encoding, NoPE):
+        if options.tables:
+            return _as_table(encoding, head_dim, keys, options)
         return _keys(keys, 10000.0, {"rope_type": "linear", "factor": NO_ROTATION}, max_length or length)
     part, named = 1.0, encoding
     if isinstance(encoding, PartialRope) and keys.partial:
         part, named = _even_part(encoding, head_dim), Rope(encoding.base, 1.0, encoding.scaling)
     if isinstance(named, PartialRope) or named.fraction != 1:
-        return _by_table(encoding, head_dim, length, keys, max_length)
+        return _as_table(encoding, head_dim, keys, options)
     base, scaling = named.base, named.scaling
     rope: dict[str, Any] = {"rope_type": "default"}
     reach = longest(encoding, length)
@@ -225,6 +239,11 @@ def write_rope(
             f"--max-length goes with encodings whose scaling declares no length; {encoding} declares {declared:,} "
             "tokens by its factor. Change the factor instead."
         )
+    one_table = isinstance(scaling, LongRope) and scaling.short_factor == scaling.long_factor
+    if (options.tables and isinstance(scaling, PI | Yarn | NTKByParts | Llama3)) or (
+        one_table and scaling.original_length != (max_length or reach)
+    ):
+        return _as_table(encoding, head_dim, keys, options)
     if isinstance(scaling, PI):
         # Servers multiply the declared length by the factor.
         rope, reach = _named("linear", scaling, "factor"), length
@@ -250,7 +269,7 @@ def write_rope(
         rope = _named("longrope", scaling, "short_factor", "long_factor", "factor", "original_length")
         # transformers reads the first, vLLM and SGLang the other two.
         rope |= {"attention_factor": gain, "short_mscale": gain, "long_mscale": gain}
-        if max_length is not None:
+        if max_length is not None and not one_table:
             rope["factor"] = max_length / scaling.original_length
     elif isinstance(scaling, DynamicYarn):
         raise UnsupportedError(
@@ -258,7 +277,7 @@ def write_rope(
             f"TOKENS / {scaling.original_length})."
         )
     elif scaling is not None:
-        return _by_table(encoding, head_dim, length, keys, max_length)
+        return _as_table(encoding, head_dim, keys, options)
     return _keys(keys, base, rope, max_length or reach, part)
 
 
@@ -312,30 +331,37 @@ def _attention_factor(wanted: float, factor: float) -> dict[str, float]:
     return {"attention_factor": wanted, "mscale": mscale, "mscale_all_dim": 1.0}
 
 
-def _by_table(
-    encoding: Rope | PartialRope, head_dim: int, length: int, keys: RopeKeys, max_length: int | None
-) -> dict[str, Any]:
-    """The frequencies of `encoding` as LongRoPE's table: w_i = 1 / (table_i base^(2i/K))."""
-    inv_freq, gain = frequencies(encoding, head_dim)
-    far, _ = frequencies(encoding, head_dim, 2**30)
+def _as_table(encoding: Rotary, head_dim: int, keys: RopeKeys, options: WriteOptions) -> dict[str, Any]:
+    """The frequencies of `encoding` as LongRoPE's table: w_i = 1 / (table_i base^(2i/K)).
+
+    Its original length is the declared one: with equal tables it decides nothing, and servers serve no more than it.
+    """
+    partial = isinstance(encoding, PartialRope) and keys.partial
+    width = encoding.rotated_channels(head_dim) if partial else head_dim
+    base = 10000.0 if isinstance(encoding, NoPE) else encoding.base
+    plain = Rope(base, 1.0, encoding.scaling) if partial else encoding
+    inv_freq, gain = frequencies(plain, width)
+    far, _ = frequencies(plain, width, 2**30)
     if (far != inv_freq).any():
         raise UnsupportedError(
             f"transformers has no {encoding} that depends on the length. Nearest: its frequencies for one length "
             "(--length=TOKENS)."
         )
+    if isinstance(encoding, NoPE):
+        gain = np.ones(1)
     if (gain != gain[0]).any():
         raise UnsupportedError(
             f"transformers multiplies all channels of a head by one attention factor, {encoding} only the rotary "
             "ones. Nearest: the same without an attention factor (ntk_by_parts for yarn)."
         )
-    full = encoding.base ** (-2.0 * np.arange(head_dim // 2) / head_dim)
+    full = base ** (-2.0 * np.arange(width // 2) / width)
     with np.errstate(divide="ignore"):
         divisors = np.minimum(np.where(inv_freq > 0, full / np.maximum(inv_freq, 1e-300), NO_ROTATION), NO_ROTATION)
     table = tuple(divisors.tolist())
-    original = getattr(encoding.scaling, "original_length", length)
-    factor = longest(encoding, length) / original
-    scaling = LongRope(table, table, original, max(1.0, factor), float(gain[0]))
-    return write_rope(Rope(encoding.base, 1.0, scaling), head_dim, length, keys, max_length)
+    declared = options.max_length or longest(encoding, options.training_length)
+    scaling = LongRope(table, table, declared, 1.0, float(gain[0]))
+    named = replace(encoding, scaling=scaling) if partial else Rope(base, 1.0, scaling)
+    return write_rope(named, head_dim, keys, WriteOptions(declared))
 
 
 def _keys(keys: RopeKeys, base: float, rope: dict[str, Any], reach: int, part: float = 1.0) -> dict[str, Any]:

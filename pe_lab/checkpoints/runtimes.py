@@ -362,6 +362,16 @@ CONTENTS: tuple[Content, ...] = (
     Content("OPT", lambda c: _is(c, "opt"), {LLAMA_CPP: _NOT_CONVERTED}),
     Content("BLOOM", lambda c: _is(c, "bloom"), {SGLANG: _NO_CLASS}),
     Content("MPT", lambda c: _is(c, "mpt"), {LLAMA_CPP: _NOT_CONVERTED, VLLM: _NO_CLASS, SGLANG: _NO_CLASS}),
+    Content(
+        "OLMo 3, Ministral 3, GraniteSWA",
+        lambda c: _is(c, "olmo3", "ministral3", "granite_swa"),
+        {TRANSFORMERS: "needs 5: 4.56 has no such architecture"},
+    ),
+    Content(
+        "OLMo 2 with another scaling than PI, or dynamic NTK of a factor above 1",
+        lambda c: _is(c, "olmo2") and bool(rope := c["rope_scaling"]) and not ("type" in rope and rope["factor"] > 1),
+        {TRANSFORMERS: "needs 5: 4.56 refuses such a scaling"},
+    ),
 )  # fmt: skip
 
 

@@ -34,6 +34,7 @@ class CheckpointSource(ABC):
     layers: tuple[Layer, ...]  # its encodings
     training_length: int  # tokens of a training window, before any scaling
     dtype: np.dtype  # of its weights
+    origin: str = ""  # the family of the external checkpoint that the weights come from; "": trained by pe_lab
     tokenizer: str = ""  # an argument of `data.tokenizers.load_tokenizer`; "" if the checkpoint has no tokenizer
     metadata: Mapping[str, Any] = {}  # of a native checkpoint; empty for an external one
 

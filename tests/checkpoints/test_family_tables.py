@@ -14,7 +14,8 @@ from pe_lab.checkpoints import huggingface
 from pe_lab.checkpoints.checkpoint import open_checkpoint
 from pe_lab.checkpoints.families import FAMILIES, LEAVES, Fused, Leaf, leaf_shapes
 from pe_lab.checkpoints.gguf_file import GGUF_LLAMA
-from pe_lab.checkpoints.huggingface import HuggingFaceSource, plan_export, write_huggingface
+from pe_lab.checkpoints.hf_export import plan_export, write_huggingface
+from pe_lab.checkpoints.huggingface import HuggingFaceSource
 from pe_lab.config import ModelConfig
 from pe_lab.errors import UserError
 from pe_lab.model import complete
@@ -76,10 +77,10 @@ def test_in_and_out_and_in_changes_no_byte(name, tmp_path):
 
 
 def test_shards_are_filled_in_order_and_indexed(tmp_path, monkeypatch):
-    from pe_lab.checkpoints import huggingface
+    from pe_lab.checkpoints import hf_export
 
     limit = 8192  # bytes of the embedding, of two projections of queries, or of four of keys
-    monkeypatch.setattr(huggingface, "SHARD_BYTES", limit)
+    monkeypatch.setattr(hf_export, "SHARD_BYTES", limit)
     source = HuggingFaceSource(DATA / "llama")
     write_huggingface(source, plan_export(source), tmp_path)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())

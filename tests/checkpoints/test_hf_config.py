@@ -9,6 +9,7 @@ from pe_lab.checkpoints.checkpoint import open_checkpoint
 from pe_lab.checkpoints.families import FAMILIES
 from pe_lab.checkpoints.hf_config import read_config, write_config
 from pe_lab.checkpoints.huggingface import HuggingFaceSource
+from pe_lab.checkpoints.rope_parameters import WriteOptions
 from pe_lab.config import ModelConfig
 from pe_lab.errors import UserError
 from pe_lab.model import complete
@@ -202,12 +203,34 @@ def test_what_would_be_left_out_or_guessed_is_refused(case):
     assert str(caught.value).startswith("config.json: ")
 
 
+@pytest.mark.parametrize(
+    ("edits", "message"),
+    [
+        ({"rope_theta": 7.0}, r"rope_theta is 7.0, and rope_parameters.full_attention has"),
+        ({"rope_local_base_freq": 7.0}, r"rope_local_base_freq is 7.0, and rope_parameters.sliding_attention has"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, r"rope_scaling.rope_type is 'yarn', and .* has 'linear'"),
+        ({"rope_scaling": {"type": "linear", "factor": 3.0}}, r"rope_scaling.factor is 3.0, and .* has 4.0"),
+    ],
+)
+def test_flat_keys_that_contradict_those_by_type_of_layers_are_refused(edits, message):
+    config = json.loads((DATA / "gemma3" / "config.json").read_text())
+    full = {"rope_type": "linear", "rope_theta": 1e6, "factor": 4.0}
+    nested = {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    agreeing = {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+    config |= {"rope_parameters": nested, **agreeing}
+    read_config(config, (), "config.json")
+    with pytest.raises(UserError, match=message):
+        read_config(config | edits, (), "config.json")
+
+
 # Our own key, in an exported config.json.
 LLAMA = complete(ModelConfig(vocab_size=64, layers=2, d_model=32, d_ff=48, heads=4, kv_heads=2, tie_embeddings=False))
 
 
 def exported(encoding, family="llama", model=LLAMA, length=256):
-    config, layout = write_config(FAMILIES[family], model, (Layer(encoding),) * model.layers, length, "float32")
+    config, layout = write_config(
+        FAMILIES[family], model, (Layer(encoding),) * model.layers, WriteOptions(length), "float32"
+    )
     return json.loads(json.dumps(config)), layout
 
 
@@ -272,12 +295,15 @@ def test_a_damaged_key_of_our_own_is_passed_over(key):
     assert read_config(config, (), "c").training_length == 256
 
 
-def test_partial_heads_written_as_a_table_are_whole_heads():
-    """A stretch that no yarn of transformers says: the table covers the head, and so must the weights' layout."""
+def test_a_table_of_partial_heads_covers_the_channels_that_rotate():
+    """A stretch that no yarn of transformers says, where heads may rotate in part, and elsewhere."""
     model = read("gpt_neox").model
-    for scaling, layout in ((None, Layout("half", 2)), (NTKByParts(1.1, 1001), Layout())):
+    for scaling in (None, NTKByParts(1.1, 1001)):
         config, written = exported(PartialRope(10000.0, 0.25, scaling), "gpt_neox", model)
-        assert written == read_config(config, (), "c").layout == layout
+        assert written == read_config(config, (), "c").layout == Layout("half", 2)
+    assert len(config["rope_scaling"]["short_factor"]) == 1 and config["rotary_pct"] == 0.25
+    config, written = exported(PartialRope(10000.0, 0.25, NTKByParts(1.1, 1001)))
+    assert len(config["rope_scaling"]["short_factor"]) == 4 and written == Layout()
 
 
 def test_edits_of_a_real_directory_change_what_is_computed(tmp_path):

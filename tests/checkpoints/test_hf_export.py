@@ -9,8 +9,10 @@ from checkpoints.external import Memory, logits
 
 from pe_lab.checkpoints.checkpoint import open_checkpoint
 from pe_lab.checkpoints.families import FAMILIES, TensorTable
-from pe_lab.checkpoints.hf_config import write_config
-from pe_lab.checkpoints.huggingface import choose_family, plan_export, write_huggingface
+from pe_lab.checkpoints.forms import choose_form
+from pe_lab.checkpoints.hf_export import plan_export, write_huggingface
+from pe_lab.checkpoints.rope_parameters import WriteOptions
+from pe_lab.checkpoints.runtimes import RUNTIMES, fails
 from pe_lab.config import ModelConfig
 from pe_lab.errors import UserError
 from pe_lab.model import complete
@@ -60,21 +62,23 @@ def layers(*encodings, **fields):
 
 
 def config_of(model, stack, family=None, length=256):
-    model = complete(model)
-    chosen = FAMILIES[family] if family else choose_family(model, stack)
-    return write_config(chosen, model, stack, length, "float32")[0]
+    return chosen(model, stack, family and FAMILIES[family], length).config
+
+
+def chosen(model, stack, family=None, length=256, runtimes=()):
+    return choose_form(complete(model), stack, WriteOptions(length), "float32", family, runtimes)[0]
 
 
 CHOSEN = {
     "plain": (LLAMA, layers(Rope()), "llama"),
     "dropped": (LLAMA, layers(NoPE()), "llama"),
-    "biases everywhere": (with_(attention_bias=True, output_bias=True, mlp_bias=True), layers(Rope()), "llama"),
+    "biases everywhere": (with_(attention_bias=True, output_bias=True, mlp_bias=True), layers(Rope()), "smollm3"),
     "stretched": (LLAMA, layers(Rope(scaling=Yarn(4.0, 256))), "llama"),
-    "windows": (LLAMA, layers(Rope(), window=8), "smollm3"),
-    "windows here and there": (LLAMA, (Layer(Rope(), 8), Layer(Rope())) * 2, "smollm3"),
+    "windows": (LLAMA, layers(Rope(), window=8), "granite_swa"),
+    "windows here and there": (LLAMA, (Layer(Rope(), 8), Layer(Rope())) * 2, "granite_swa"),
     "bare layers": (LLAMA, layers(Rope(), Rope(), Rope(), NoPE()), "smollm3"),
-    "windows and bare layers": (LLAMA, (Layer(Rope(), 8), Layer(NoPE())) * 2, "smollm3"),
-    "windows on bare layers alone": (LLAMA, layers(NoPE(), window=8), "smollm3"),
+    "windows and bare layers": (LLAMA, (Layer(Rope(), 8), Layer(NoPE())) * 2, "granite_swa"),
+    "windows on bare layers alone": (LLAMA, layers(NoPE(), window=8), "granite_swa"),
     "a norm of heads": (with_(qk_norm="head"), layers(Rope()), "qwen3"),
     "a norm of heads, dropped": (with_(qk_norm="head"), layers(NoPE()), "qwen3"),
     "a norm of heads and windows": (with_(qk_norm="head"), (Layer(Rope(), 8), Layer(Rope())) * 2, "qwen3"),
@@ -91,7 +95,7 @@ CHOSEN = {
 @pytest.mark.parametrize("case", CHOSEN)
 def test_the_architecture_that_says_it_all_is_chosen(case):
     model, stack, family = CHOSEN[case]
-    assert choose_family(complete(model), stack).model_type == family
+    assert chosen(model, stack).family.model_type == family
     assert config_of(model, stack)["architectures"] == [FAMILIES[family].architecture]
 
 
@@ -130,7 +134,7 @@ REFUSED = {
 def test_what_no_architecture_says_is_refused_with_the_nearest(case):
     model, stack, message = REFUSED[case]
     with pytest.raises(UserError, match=message):
-        choose_family(complete(model), stack)
+        chosen(model, stack)
 
 
 def test_an_architecture_that_is_asked_for_says_why_it_cannot():
@@ -158,12 +162,12 @@ def test_keys_that_would_be_another_vocabularys_are_written_empty():
 
 
 def test_what_the_keys_say_layer_by_layer():
-    config = config_of(LLAMA, (Layer(Rope(500.0), 8), Layer(NoPE())) * 2)
+    config = config_of(LLAMA, (Layer(Rope(500.0), 8), Layer(NoPE())) * 2, "smollm3")
     assert config["no_rope_layers"] == [1, 0, 1, 0] and config["sliding_window"] == 8 and config["use_sliding_window"]
     assert config["layer_types"] == ["sliding_attention", "full_attention"] * 2
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 500.0
     dropped = config_of(with_(qk_norm="head"), layers(NoPE()))
-    assert dropped["rope_scaling"] == {"rope_type": "linear", "factor": 1e30} and not dropped["use_sliding_window"]
+    assert dropped["rope_scaling"]["short_factor"] == [1e30] * 4 and not dropped["use_sliding_window"]
     drope = config_of(with_(qk_norm="flat"), layers(NoPE()), "llama_drope")
     assert drope["attention_type"] == "qk_norm_nope" and drope["model_type"] == "llama_drope"
     assert config_of(LLAMA, layers(NoPE()), "llama_drope")["attention_type"] == "nope"
@@ -199,7 +203,7 @@ def test_a_constant_scale_is_folded_and_computes_the_same(case, tmp_path):
     unscaled = dataclasses.replace(source.checkpoint(), layers=layers(Rope(500.0)))
     assert np.abs(logits(unscaled, TOKENS) - expected).max() > 1e-3
     where = "q_norm's weight" if case == "with a norm" else r"q_proj (weight and bias)"
-    assert export.notes == (f"Logit scale 0.7, 1.5 folded into {where} of 3 layers.",)
+    assert export.notes[1:] == (f"Logit scale 0.7, 1.5 folded into {where} of 3 layers.",)
 
 
 def test_a_scale_that_follows_the_length_is_fixed_or_refused(tmp_path):
@@ -209,7 +213,7 @@ def test_a_scale_that_follows_the_length_is_fixed_or_refused(tmp_path):
     ):
         plan_export(source)
     found, export = written(source, tmp_path, length=40)
-    assert "its value at 40 tokens" in export.notes[0]
+    assert "its value at 40 tokens" in export.notes[1]
     # 40 tokens are read with what beta is at 40 tokens.
     constant = layers(NoPE(), logit_scale=Beta(0.4, 16).at(40))
     expected = logits(dataclasses.replace(source.checkpoint(), layers=constant), TOKENS)
@@ -230,7 +234,7 @@ FOLLOWING = {
 def test_length_fixes_what_follows_it(case, tmp_path):
     source = Memory(LLAMA, layers(FOLLOWING[case]))
     found, export = written(source, tmp_path, length=40)
-    assert export.notes == ("Encodings that depend on the length are written for 40 tokens.",)
+    assert export.notes[1:] == ("Encodings that depend on the length are written for 40 tokens.",)
     expected = logits(source.checkpoint(), TOKENS)
     np.testing.assert_allclose(logits(found, TOKENS), expected, atol=1e-4)
     # Fixed: a short text is read with the same frequencies.
@@ -287,3 +291,59 @@ def test_a_refusal_names_the_checkpoint(monkeypatch):
     monkeypatch.setitem(FAMILIES, "llama", dataclasses.replace(FAMILIES["llama"], tensors=table))
     with pytest.raises(UserError, match="^memory: LlamaForCausalLM has no tensors for layers.mlp.up"):
         plan_export(Memory(LLAMA, layers(Rope())), "llama")
+
+
+FORMS = {
+    "dropped, for llama.cpp's converter": (layers(NoPE()), ("transformers", "llama.cpp"), "llama", "linear"),
+    "dropped, for servers": (layers(NoPE()), ("vLLM", "SGLang"), "llama", "longrope"),
+    "dropped, for all": (layers(NoPE()), tuple(RUNTIMES), "phi3", "longrope"),
+    "stretched, for all": (layers(Rope(scaling=Yarn(4.0, 256))), tuple(RUNTIMES), "llama", "yarn"),
+    "windows, for all": (layers(Rope(), window=8), tuple(RUNTIMES), "granite_swa", None),
+    "windows, for transformers alone": (layers(Rope(), window=8), ("transformers",), "smollm3", None),
+}
+
+
+@pytest.mark.parametrize("case", FORMS)
+def test_the_form_is_one_that_all_named_runtimes_compute_right(case):
+    stack, runtimes, family, kind = FORMS[case]
+    form = chosen(LLAMA, stack, runtimes=runtimes)
+    assert not [name for name in runtimes if fails(form.reasons[name])]
+    assert (form.family.model_type, (form.config["rope_parameters"])["rope_type"]) == (family, kind or "default")
+
+
+def test_a_form_that_a_runtime_computes_otherwise_is_refused_with_the_nearest():
+    windows = (Layer(Rope(), 8), Layer(Rope())) * 2
+    with pytest.raises(UserError) as caught:
+        chosen(with_(qk_norm="head"), windows, runtimes=("transformers", "SGLang"))
+    assert str(caught.value).splitlines() == [
+        "No form of this model is right in transformers, SGLang:",
+        "  qwen3: SGLang: wrong: its classes of these models have no windows",
+        "Nearest: qwen3, --for=transformers.",
+    ]
+    with pytest.raises(UserError, match=r"Nearest: qwen3, --for=transformers.\n.*--to=gguf:FILE"):
+        chosen(with_(qk_norm="head"), windows, runtimes=("transformers", "llama.cpp"))
+
+
+def test_the_choice_is_explained():
+    def why(model, stack, origin=""):
+        return choose_form(complete(model), stack, WriteOptions(256), "float32", origin=origin)[1]
+
+    assert why(GEMMA, layers(Rope())) == "--family=auto: gemma (the only architecture that can express it)."
+    assert why(LLAMA, layers(Rope(), Rope(), Rope(), NoPE())) == (
+        "--family=auto: smollm3 (3 of transformers, vLLM, SGLang read it right; granite_swa can express it too). "
+        "Not llama: it rotates on all layers or on none, and here 1 of 4 are without."
+    )
+    windows = (Layer(Rope(), 8), Layer(NoPE())) * 2
+    assert why(LLAMA, windows, "smollm3").startswith("--family=auto: smollm3 (as the weights came; granite_swa can")
+
+
+def test_weights_go_out_as_the_family_that_they_came_from():
+    """SGLang computes the windows of SmolLM3 otherwise; `--for=sglang` is what asks for another architecture."""
+    windows = (Layer(Rope(), 8), Layer(NoPE())) * 2
+    source = Memory(LLAMA, windows)
+    assert plan_export(source).family.model_type == "granite_swa"
+    source.origin = "smollm3"
+    assert plan_export(source).family.model_type == "smollm3"
+    assert plan_export(source, runtimes=("SGLang",)).family.model_type == "granite_swa"
+    source.layers = layers(Rope(), Rope(500.0))  # which SmolLM3 has not
+    assert plan_export(source).family.model_type == "granite_swa"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pe_lab.checkpoints.rope_parameters import RopeKeys, declared_length, read_rope, write_rope
+from pe_lab.checkpoints.rope_parameters import RopeKeys, WriteOptions, declared_length, read_rope, write_rope
 from pe_lab.errors import UserError
 from pe_lab.positional import (
     NTK,
@@ -57,7 +57,7 @@ def assert_same(one, other, head_dim, original):
 
 
 def assert_round_trip(encoding, head_dim, neox=False):
-    config = write_rope(encoding, head_dim, LENGTH, family(neox))
+    config = write_rope(encoding, head_dim, family(neox), WriteOptions(LENGTH))
     original = getattr(getattr(encoding, "scaling", None), "original_length", LENGTH)
     for keys in (tuple(config), OLD_NEOX if neox else OLD, NEW):
         found, _ = read({key: config[key] for key in keys if key in config}, head_dim, neox)
@@ -123,7 +123,7 @@ def test_partial_rope_comes_back_on_neox_and_elsewhere(fraction):
 @pytest.mark.parametrize("head_dim, fraction", [(64, 0.1), (80, 0.1), (96, 0.26), (256, 0.1), (100, 0.29)])
 def test_an_odd_share_of_channels_is_written_as_the_even_one_that_rotates(head_dim, fraction):
     encoding = PartialRope(10000.0, fraction)
-    written = write_rope(encoding, head_dim, LENGTH, family(neox=True))
+    written = write_rope(encoding, head_dim, family(neox=True), WriteOptions(LENGTH))
     # transformers rounds down, and for an odd number rotates one channel too many at other frequencies.
     assert int(head_dim * written["rotary_pct"]) == encoding.rotated_channels(head_dim)
     assert_round_trip(encoding, head_dim, neox=True)
@@ -169,8 +169,8 @@ def test_any_scaling_comes_back_as_it_was(head_dim, base, neox, data):
 
 def test_what_nothing_turns_in_is_nope():
     assert read({"rope_scaling": {"type": "linear", "factor": 1e30}})[0] == NoPE()
-    assert read(write_rope(NoPE(), 64, LENGTH, family(neox=False))) == (NoPE(), LENGTH)
-    written = write_rope(NoPE(), 64, LENGTH, family(neox=False))
+    assert read(write_rope(NoPE(), 64, family(neox=False), WriteOptions(LENGTH))) == (NoPE(), LENGTH)
+    written = write_rope(NoPE(), 64, family(neox=False), WriteOptions(LENGTH))
     with np.errstate(under="ignore"):
         angle = np.float32(2**20) * np.float32(1 / written["rope_scaling"]["factor"])
     assert np.cos(angle) == 1 and np.sin(angle) < 1e-20
@@ -183,7 +183,6 @@ REFUSED = {
         r"no dynamic YaRN.*Nearest: YaRN for one length.*--length",
     ),
     "partial yarn": (PartialRope(scaling=Yarn(4.0, 2048)), False, r"only the rotary ones.*Nearest.*ntk_by_parts"),
-    "partial yarn of no whole reach": (PartialRope(scaling=Yarn(1.1, 1001)), True, r"only the rotary ones.*Nearest"),
     "p-rope that follows": (Rope(1e4, 0.5, DynamicNTK(512)), False, r"that depends on the length.*Nearest.*--length"),
     "p-rope by table": (Rope(1e4, 0.5, longrope(64)), False, r"that depends on the length.*Nearest.*--length"),
     "partial that follows": (PartialRope(scaling=DynamicNTK(512)), False, r"that depends on the length.*Nearest"),
@@ -195,7 +194,7 @@ REFUSED = {
 def test_what_cannot_be_said_names_the_nearest_that_can(case):
     encoding, neox, message = REFUSED[case]
     with pytest.raises(UserError, match=message):
-        write_rope(encoding, 64, LENGTH, family(neox))
+        write_rope(encoding, 64, family(neox), WriteOptions(LENGTH))
 
 
 def test_keys_that_contradict_each_other_are_refused():
@@ -336,7 +335,7 @@ def vllm_length(config):
 def test_an_export_declares_the_length_that_the_scaling_is_for(encoding, reach):
     if reach is None:
         encoding, reach = PartialRope(10000.0, 0.5, NTKByParts(2.0, 1024)), 2048
-    config = write_rope(encoding, 64, 1024, family(neox=False))
+    config = write_rope(encoding, 64, family(neox=False), WriteOptions(1024))
     assert vllm_length(config) == declared_length(config) == reach
     # vLLM and SGLang iterate over a factor that is no float.
     assert isinstance(config["rope_parameters"].get("factor", 1.0), float)
@@ -345,17 +344,18 @@ def test_an_export_declares_the_length_that_the_scaling_is_for(encoding, reach):
 @pytest.mark.parametrize("encoding", [Rope(scaling=Yarn(2.3, 1024)), Rope(10000.0, 0.5, Yarn(2.0, 1024))], ids=str)
 def test_a_table_has_its_gain_under_the_keys_of_servers(encoding):
     """vLLM and SGLang compute a gain of max_position_embeddings / original_max_position_embeddings without them."""
-    config = write_rope(encoding, 64, 1024, family(neox=False))
+    config = write_rope(encoding, 64, family(neox=False), WriteOptions(1024))
     for rope in (config["rope_parameters"], config["rope_scaling"]):
         gain = 0.1 * math.log(encoding.scaling.factor) + 1
         assert rope["short_mscale"] == rope["long_mscale"] == rope["attention_factor"] == pytest.approx(gain)
-        assert rope["original_max_position_embeddings"] == 1024
-        assert rope["factor"] == pytest.approx(encoding.scaling.factor, rel=1e-3)
+        # Servers serve no more than the original length, and SGLang rotates the token at it as the first one.
+        assert rope["original_max_position_embeddings"] == config["max_position_embeddings"]
+        assert rope["factor"] == 1
 
 
 def test_a_longest_sequence_can_be_declared_where_no_frequency_depends_on_it():
     for encoding in (NoPE(), Rope(), Rope(10000.0, 0.5)):
-        config = write_rope(encoding, 64, 1024, family(neox=False), max_length=16384)
+        config = write_rope(encoding, 64, family(neox=False), WriteOptions(1024, 16384))
         assert config["max_position_embeddings"] == declared_length(config) == 16384
         (expected, _), (found, gain) = frequencies(encoding, 64), frequencies(read(config)[0], 64)
         np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-25)
@@ -363,4 +363,4 @@ def test_a_longest_sequence_can_be_declared_where_no_frequency_depends_on_it():
     for scaling in (PI(4), DynamicNTK(1024, 4.0), Yarn(4.0, 1024)):
         message = "whose scaling declares no length.* declares 4,096 tokens by its factor. Change the factor"
         with pytest.raises(UserError, match=message):
-            write_rope(Rope(scaling=scaling), 64, 1024, family(neox=False), max_length=16384)
+            write_rope(Rope(scaling=scaling), 64, family(neox=False), WriteOptions(1024, 16384))

@@ -98,6 +98,7 @@ def main() -> None:
     parser.add_argument("--generated-out", help=".npy for the continuation [B, N]")
     parser.add_argument("--text", help="a UTF-8 file to tokenize")
     parser.add_argument("--ids-out", help=".json for its ids")
+    parser.add_argument("--go-on", action="store_true", help="after an error, whose message is written to OUT.txt")
     arguments = parser.parse_args()
     print(f"transformers {transformers.__version__}, torch {torch.__version__}", flush=True)
 
@@ -114,7 +115,13 @@ def main() -> None:
     for directory, tokens_file, out in zip(arguments.model, arguments.tokens, outs, strict=True):
         tokens = torch.tensor(np.load(tokens_file), dtype=torch.int64)
         started = time.monotonic()
-        model = load(directory, arguments.gguf_file, arguments.dtype)
+        try:
+            model = load(directory, arguments.gguf_file, arguments.dtype)
+        except Exception as error:
+            if not arguments.go_on:
+                raise
+            Path(f"{out}.txt").write_text(f"{type(error).__name__}: {error}")
+            continue
         parameters = sum(parameter.numel() for parameter in model.parameters())
         print(f"{directory}: {type(model).__name__}, {parameters:,} parameters, {time.monotonic() - started:.1f} s")
         started = time.monotonic()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
 from pe_lab.checkpoints.families.tensors import TensorTable
+from pe_lab.checkpoints.rope_parameters import WriteOptions
 from pe_lab.config import ModelConfig
 from pe_lab.errors import CheckpointError, UnsupportedError
 from pe_lab.model import complete
@@ -119,12 +120,8 @@ class PositionFormat(ABC):
         """
 
     @abstractmethod
-    def write(
-        self, layers: Sequence[Layer], model: ModelConfig, training_length: int, max_length: int | None
-    ) -> dict[str, Any]:
+    def write(self, layers: Sequence[Layer], model: ModelConfig, options: WriteOptions) -> dict[str, Any]:
         """The keys with which transformers 4 and 5 compute these layers; logit scales are folded into weights.
-
-        `max_length` is the longest sequence to declare, in tokens; None: what the encodings are meant for.
 
         Raises:
           UnsupportedError: the family cannot express them.

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pe_lab.checkpoints.families.family import Config, PositionFormat, Positions, lookup, whole
-from pe_lab.checkpoints.rope_parameters import RopeKeys, Rotary, by_layer_type, read_rope, read_rotation, write_rope
+from pe_lab.checkpoints.rope_parameters import (
+    RopeKeys,
+    Rotary,
+    WriteOptions,
+    by_layer_type,
+    read_rope,
+    read_rotation,
+    write_rope,
+)
 from pe_lab.config import ModelConfig
 from pe_lab.errors import CheckpointError, ConfigError, UnsupportedError, excerpt
 from pe_lab.positional import Alibi, Encoding, Layer, LearnedPositions, NoPE, PartialRope, Rope
@@ -159,15 +167,13 @@ class OneRotation(PositionFormat):
         layers = tuple(Layer(encoding if one else NoPE(), window) for one, window in pairs)
         return Positions(layers, length, rotated_channels(layers, model.head_dim))
 
-    def write(
-        self, layers: Sequence[Layer], model: ModelConfig, training_length: int, max_length: int | None
-    ) -> dict[str, Any]:
+    def write(self, layers: Sequence[Layer], model: ModelConfig, options: WriteOptions) -> dict[str, Any]:
         check_layers(layers)
         encoding, windows = single_rotation(layers), [layer.window for layer in layers]
         rotates = [not isinstance(layer.encoding, NoPE) for layer in layers]
         keys = self.windows.write(windows) | self.write_rotates(rotates, windows)
         encoding = encoding or self.without_rotation
-        return keys | write_rope(encoding, model.head_dim, training_length, self.rope, max_length)
+        return keys | write_rope(encoding, model.head_dim, self.rope, options)
 
     # Families in which single layers are without rotation differ in these.
 
@@ -235,11 +241,34 @@ class RotationByType(PositionFormat):
         nested = by_layer_type(config)
         if nested is None:
             nested = self._of_older_files(config)
+        else:
+            self._check_older_keys(config, nested)
         by_type, lengths = {}, {}
         for name, keys in ((FULL, self.full), (SLIDING, self.sliding)):
             by_type[name], lengths[name] = read_rotation(nested.get(name) or {}, config, model.head_dim, keys)
         layers = tuple(Layer(by_type[FULL if size is None else SLIDING], size) for size in windows)
         return Positions(layers, min(lengths.values()))
+
+    def _check_older_keys(self, config: Config, nested: Mapping[str, Any]) -> None:
+        """`CheckpointError` if the flat keys of transformers 4 contradict the nested ones of 5."""
+        full, sliding = nested.get(FULL) or {}, nested.get(SLIDING) or {}
+        pairs = [("rope_theta", config.get("rope_theta"), FULL, full.get("rope_theta", self.full.theta))]
+        if self.local_key:
+            base = sliding.get("rope_theta", self.sliding.theta)
+            pairs.append((self.local_key, config.get(self.local_key), SLIDING, base))
+        scaling = config.get("rope_scaling")
+        if scaling and scaling is not nested and not by_layer_type({"rope_scaling": scaling}):
+            kind = scaling.get("rope_type") or scaling.get("type")
+            pairs.append(("rope_scaling.rope_type", kind, FULL, full.get("rope_type", "default")))
+            pairs += [
+                (f"rope_scaling.{k}", scaling[k], FULL, full[k]) for k in scaling if k in full and k != "rope_type"
+            ]
+        for key, flat, layer_type, value in pairs:
+            if flat is not None and flat != value:
+                raise CheckpointError(
+                    f"{key} is {flat!r}, and rope_parameters.{layer_type} has {value!r}: versions of transformers read "
+                    "different ones. Remove the wrong one."
+                )
 
     def _of_older_files(self, config: Config) -> dict[str, dict[str, Any]]:
         """The rope parameters of both types from the flat keys of transformers 4."""
@@ -260,9 +289,7 @@ class RotationByType(PositionFormat):
             )
         return {FULL: full, SLIDING: {}}
 
-    def write(
-        self, layers: Sequence[Layer], model: ModelConfig, training_length: int, max_length: int | None
-    ) -> dict[str, Any]:
+    def write(self, layers: Sequence[Layer], model: ModelConfig, options: WriteOptions) -> dict[str, Any]:
         check_layers(layers)
         windows = [layer.window for layer in layers]
         keys, nested = self.windows.write(windows), {}
@@ -274,7 +301,7 @@ class RotationByType(PositionFormat):
             if encoding is not None and bare:
                 raise UnsupportedError("layers with a window rotate all or not at all, and so do those without.")
             default = Rope(rope.theta) if not these else NoPE()
-            written[name] = write_rope(encoding or default, model.head_dim, training_length, rope, max_length)
+            written[name] = write_rope(encoding or default, model.head_dim, rope, options)
             nested[name] = written[name]["rope_parameters"]
         local = nested[SLIDING]
         if self.local_key and local["rope_type"] != "default":
@@ -297,12 +324,10 @@ class AlibiOnAll(PositionFormat):
     def read(self, config: Config, model: ModelConfig) -> Positions:
         return Positions((Layer(Alibi()),) * model.layers, whole(config, self.length_key, self.length))
 
-    def write(
-        self, layers: Sequence[Layer], model: ModelConfig, training_length: int, max_length: int | None
-    ) -> dict[str, Any]:
+    def write(self, layers: Sequence[Layer], model: ModelConfig, options: WriteOptions) -> dict[str, Any]:
         if other := [layer for layer in layers if layer != Layer(Alibi())]:
             raise UnsupportedError(f"it has ALiBi on all layers and nothing else, and here is {other[0].encoding}.")
-        return {self.length_key: max_length or training_length}
+        return {self.length_key: options.max_length or options.training_length}
 
 
 @dataclass(frozen=True)
@@ -324,9 +349,7 @@ class LearnedTable(PositionFormat):
         size = whole(config, self.length_key, self.length)
         return Positions((Layer(LearnedPositions(size, self.offset)),) * model.layers, size)
 
-    def write(
-        self, layers: Sequence[Layer], model: ModelConfig, training_length: int, max_length: int | None
-    ) -> dict[str, Any]:
+    def write(self, layers: Sequence[Layer], model: ModelConfig, options: WriteOptions) -> dict[str, Any]:
         size = next((one.encoding.size for one in layers if isinstance(one.encoding, LearnedPositions)), 0)
         wanted = Layer(LearnedPositions(size, self.offset)) if size else None
         # The positions are added once: the other layers may have them, or no encoding.
@@ -335,8 +358,8 @@ class LearnedTable(PositionFormat):
             raise UnsupportedError(
                 f"it has learned positions with {self.offset} rows before them, and here is {other}."
             )
-        if max_length is not None and max_length > size:
-            raise ConfigError(f"--max-length is {max_length:,}, and the model has {size:,} positions.")
+        if options.max_length is not None and options.max_length > size:
+            raise ConfigError(f"--max-length is {options.max_length:,}, and the model has {size:,} positions.")
         return dict.fromkeys((self.length_key, *self.copies), size)
 
 

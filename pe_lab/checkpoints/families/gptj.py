@@ -19,6 +19,7 @@ from pe_lab.checkpoints.families.family import (
 )
 from pe_lab.checkpoints.families.formats import check_layers, single_rotation
 from pe_lab.checkpoints.families.tensors import TensorTable
+from pe_lab.checkpoints.rope_parameters import WriteOptions
 from pe_lab.config import ModelConfig
 from pe_lab.errors import CheckpointError, UnsupportedError
 from pe_lab.positional import Layer, PartialRope, Rope
@@ -38,9 +39,7 @@ class _RotaryDimension(PositionFormat):
         layer = Layer(PartialRope(10000.0, channels / model.head_dim))
         return Positions((layer,) * model.layers, length, channels)
 
-    def write(
-        self, layers: Sequence[Layer], model: ModelConfig, training_length: int, max_length: int | None
-    ) -> dict[str, Any]:
+    def write(self, layers: Sequence[Layer], model: ModelConfig, options: WriteOptions) -> dict[str, Any]:
         check_layers(layers)
         if any(layer.window for layer in layers):
             raise UnsupportedError("it has no sliding windows.")
@@ -53,7 +52,7 @@ class _RotaryDimension(PositionFormat):
             raise UnsupportedError(f"it has RoPE of base 10,000 on all layers and no scaling, and here is {encoding}.")
         if any(layer.encoding != encoding for layer in layers):
             raise UnsupportedError("it rotates on all layers.")
-        return {"rotary_dim": channels, "n_positions": max_length or training_length}
+        return {"rotary_dim": channels, "n_positions": options.max_length or options.training_length}
 
 
 FAMILIES = (

@@ -21,7 +21,7 @@ from pe_lab.checkpoints.families.family import (
 )
 from pe_lab.checkpoints.families.formats import OneRotation, WindowsByType, check_layers
 from pe_lab.checkpoints.families.tensors import LLAMA_TENSORS, NeutralTensor
-from pe_lab.checkpoints.rope_parameters import RopeKeys, one_rotation, read_rotation, write_rope
+from pe_lab.checkpoints.rope_parameters import RopeKeys, WriteOptions, one_rotation, read_rotation, write_rope
 from pe_lab.config import ModelConfig
 from pe_lab.errors import CheckpointError, UnsupportedError, excerpt
 from pe_lab.positional import Layer, NoPE, Rope
@@ -71,17 +71,15 @@ class _BaseByLayer(PositionFormat):
             layers.append(Layer(encoding if base else NoPE(), window, extras=sink))
         return Positions(tuple(layers), length)
 
-    def write(
-        self, layers: Sequence[Layer], model: ModelConfig, training_length: int, max_length: int | None
-    ) -> dict[str, Any]:
+    def write(self, layers: Sequence[Layer], model: ModelConfig, options: WriteOptions) -> dict[str, Any]:
         check_layers(layers, (LearnedSink,))
         if len({bool(layer.extras) for layer in layers}) > 1:
             raise UnsupportedError("all of its layers have sinks, or none has.")
         written = {
-            layer.encoding: write_rope(layer.encoding, model.head_dim, training_length, _ROPE, max_length)
+            layer.encoding: write_rope(layer.encoding, model.head_dim, _ROPE, options)
             for layer in layers
             if not isinstance(layer.encoding, NoPE)
-        } or {NoPE(): write_rope(Rope(), model.head_dim, training_length, _ROPE, max_length)}
+        } or {NoPE(): write_rope(Rope(), model.head_dim, _ROPE, options)}
         others = [{k: v for k, v in one["rope_parameters"].items() if k != "rope_theta"} for one in written.values()]
         if any(one != others[0] for one in others):
             names = " and ".join(sorted(map(str, written)))

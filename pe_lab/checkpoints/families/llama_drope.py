@@ -19,6 +19,7 @@ from pe_lab.checkpoints.families.family import (
 )
 from pe_lab.checkpoints.families.formats import check_layers
 from pe_lab.checkpoints.families.tensors import LLAMA_TENSORS
+from pe_lab.checkpoints.rope_parameters import WriteOptions
 from pe_lab.config import ModelConfig
 from pe_lab.errors import CheckpointError, UnsupportedError
 from pe_lab.positional import Layer, NoPE
@@ -46,9 +47,7 @@ class _NoEncoding(PositionFormat):
         layer = Layer(NoPE(), logit_scale=1.0 if scale is None else float(scale) * model.head_dim**0.5)
         return Positions((layer,) * model.layers, whole(config, "max_position_embeddings", _LENGTH))
 
-    def write(
-        self, layers: Sequence[Layer], model: ModelConfig, training_length: int, max_length: int | None
-    ) -> dict[str, Any]:
+    def write(self, layers: Sequence[Layer], model: ModelConfig, options: WriteOptions) -> dict[str, Any]:
         check_layers(layers)
         if any(layer.window for layer in layers):
             raise UnsupportedError("it has no sliding windows.")
@@ -59,7 +58,7 @@ class _NoEncoding(PositionFormat):
                 "AutoConfig": "drope.DroPELlamaConfig",
                 "AutoModelForCausalLM": "drope.DroPELlamaForCausalLM",
             },
-            "max_position_embeddings": max_length or training_length,
+            "max_position_embeddings": options.max_length or options.training_length,
             "rope_theta": 10000.0,
             "rope_scaling": None,
         }

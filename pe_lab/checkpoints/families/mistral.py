@@ -9,7 +9,7 @@ from typing import Any
 from pe_lab.checkpoints.families.family import LLAMA_KEYS, Config, Family, Key, Positions
 from pe_lab.checkpoints.families.formats import OneRotation, OneWindow, check_layers
 from pe_lab.checkpoints.families.tensors import LLAMA_TENSORS
-from pe_lab.checkpoints.rope_parameters import RopeKeys, one_rotation
+from pe_lab.checkpoints.rope_parameters import RopeKeys, WriteOptions, one_rotation
 from pe_lab.config import ModelConfig
 from pe_lab.errors import CheckpointError, UnsupportedError
 from pe_lab.positional import Layer
@@ -47,15 +47,13 @@ class _WithTemperature(OneRotation):
         layers, length, rotated = super().read(config, model)
         return Positions(tuple(replace(layer, extras=(extra,)) for layer in layers), length, rotated)
 
-    def write(
-        self, layers: Sequence[Layer], model: ModelConfig, training_length: int, max_length: int | None
-    ) -> dict[str, Any]:
+    def write(self, layers: Sequence[Layer], model: ModelConfig, options: WriteOptions) -> dict[str, Any]:
         check_layers(layers, (Llama4Temperature,))
         extras = {layer.extras for layer in layers}
         if len(extras) > 1 or len(next(iter(extras))) > 1:
             raise UnsupportedError("all of its layers have one temperature.")
-        (temperature,) = next(iter(extras)) or (Llama4Temperature(0.0, training_length, offset=0),)
-        keys = super().write([replace(layer, extras=()) for layer in layers], model, training_length, max_length)
+        (temperature,) = next(iter(extras)) or (Llama4Temperature(0.0, options.training_length, offset=0),)
+        keys = super().write([replace(layer, extras=()) for layer in layers], model, options)
         original = keys["rope_parameters"].setdefault(_LENGTH, temperature.floor_scale)
         if temperature.offset or original != temperature.floor_scale:
             raise UnsupportedError(

@@ -10,10 +10,10 @@ from typing import Any
 from pe_lab.checkpoints.families.family import LLAMA_KEYS, Config, Family, Key, Positions, heads_fill_the_model
 from pe_lab.checkpoints.families.formats import OneRotation, OneWindow
 from pe_lab.checkpoints.families.tensors import LLAMA_TENSORS, QKV, Fused
-from pe_lab.checkpoints.rope_parameters import NO_ROTATION, RopeKeys
+from pe_lab.checkpoints.rope_parameters import RopeKeys, WriteOptions
 from pe_lab.config import ModelConfig
 from pe_lab.errors import UnsupportedError
-from pe_lab.positional import Layer, LongRope, NoPE, Rope
+from pe_lab.positional import Layer, NoPE
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,10 @@ class _LongRopeTables(OneRotation):
         renamed = {name: _renamed(config[name]) for name in names if isinstance(config.get(name), dict)}
         return super().read({"original_max_position_embeddings": 4096, **config, **renamed}, model)
 
-    def write(
-        self, layers: Sequence[Layer], model: ModelConfig, training_length: int, max_length: int | None
-    ) -> dict[str, Any]:
+    def write(self, layers: Sequence[Layer], model: ModelConfig, options: WriteOptions) -> dict[str, Any]:
         if all(isinstance(layer.encoding, NoPE) for layer in layers):
-            table = (NO_ROTATION,) * (model.head_dim // 2)
-            bare = Rope(scaling=LongRope(table, table, training_length, 1.0))
-            layers = [replace(layer, encoding=bare) for layer in layers]
-        keys = super().write(layers, model, training_length, max_length)
+            options = replace(options, tables=True)
+        keys = super().write(layers, model, options)
         rope, longest = keys["rope_parameters"], keys["max_position_embeddings"]
         if rope["rope_type"] not in ("default", "longrope"):
             raise UnsupportedError(
