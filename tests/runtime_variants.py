@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 from pe_lab.checkpoints.checkpoint import Checkpoint, open_checkpoint, open_source
 from pe_lab.checkpoints.families import FAMILIES
 from pe_lab.checkpoints.hf_config import PE_LAB_KEY, write_config
-from pe_lab.checkpoints.rope_parameters import NO_ROTATION, by_layer_type, declared_length
+from pe_lab.checkpoints.rope_parameters import WriteOptions, declared_length
 from pe_lab.checkpoints.runtimes import LLAMA_CPP, LONGER, NO_START, SGLANG, SHORTER, VLLM, WRONG
 from pe_lab.checkpoints.source import CheckpointSource
 from pe_lab.config import ModelConfig
@@ -52,14 +52,14 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True)
 class Variant:
-    """A model of tests/data/hf with other positions, as `convert` writes it or, with `rewrite`, in another form.
+    """A model of tests/data/hf with other positions, in one of the forms that `convert` writes.
 
     Attributes:
       base: the model; its own architecture is written.
       what: for messages.
       layers: encodings, or layers, that are repeated; none: the model's own.
       length: the training length, in tokens.
-      rewrite: changes `config.json`.
+      tables: no rotation, and scalings, are written as tables.
       prepare: changes a copy of the model first.
     """
 
@@ -67,7 +67,7 @@ class Variant:
     what: str
     layers: tuple[Encoding | Layer, ...] = ()
     length: int = DECLARED
-    rewrite: Callable[[Config], Config] = lambda config: config
+    tables: bool = False
     prepare: Callable[[Path], None] = lambda directory: None
 
     @property
@@ -123,27 +123,6 @@ def _usual_scale(directory: Path) -> None:
 
 def _small_epsilon(directory: Path) -> None:
     _rewritten(directory, tensors(directory), rms_norm_eps=1e-6)
-
-
-def _dropped_as_table(config: Config) -> Config:
-    """No rotation as one table of LongRoPE; where rope parameters are by type of layers, of those without a window."""
-    width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    divisors = [NO_ROTATION] * (width // 2)
-    rope = {
-        "rope_type": "longrope",
-        "short_factor": divisors,
-        "long_factor": divisors,
-        "factor": 1.0,
-        "original_max_position_embeddings": config["max_position_embeddings"],
-        "attention_factor": 1.0,
-        "short_mscale": 1.0,
-        "long_mscale": 1.0,
-    }
-    new = rope | {"rope_theta": config["rope_theta"]}
-    if by_layer_type(config):
-        new = config["rope_parameters"] | {"full_attention": new}
-    keys = {"rope_scaling": rope, "rope_parameters": new}
-    return config | keys | {"original_max_position_embeddings": config["max_position_embeddings"]}
 
 
 # Every family with every rotation.
@@ -209,7 +188,7 @@ def _of_family(base: str) -> list[Variant]:
         dropped = variant("dropped", NoPE())
     found.append(dropped)
     if base not in (*_ONLY_TABLES, "smollm3", "granite_swa"):  # these have other keys for it
-        found.append(replace(dropped, what="dropped, as a table", rewrite=_dropped_as_table))
+        found.append(replace(dropped, what="dropped, as a table", tables=True))
     return found
 
 
@@ -250,9 +229,7 @@ VARIANTS = (
     Variant("phi3", "windows", (Layer(PartialRope(500.0, 0.5), WINDOW),)),
     Variant("exaone4_full", "base 1,000,000", (Rope(1e6),), prepare=_small_epsilon),
     Variant("exaone4_full", "YaRN of base 1,000,000", (_yarn(base=1e6),), TRAINED, prepare=_small_epsilon),
-    Variant(
-        "exaone4_full", "dropped, as a table; epsilon", (NoPE(),), rewrite=_dropped_as_table, prepare=_small_epsilon
-    ),
+    Variant("exaone4_full", "dropped, as a table; epsilon", (NoPE(),), tables=True, prepare=_small_epsilon),
     Variant("exaone4", "base 1,000,000", (*[Layer(Rope(1e6), WINDOW)] * 3, NoPE()), prepare=_small_epsilon),
     Variant("exaone4", "windows on all layers", (Layer(Rope(1e6), WINDOW),), prepare=_small_epsilon),
     Variant("starcoder2", "a base that is no whole number", (Rope(500.5),)),
@@ -300,8 +277,9 @@ def write(variant: Variant, scratch: Path) -> Written:
         layers = tuple(replace(layers[n % len(layers)], extras=own.extras) for n, own in enumerate(source.layers))
     length = variant.length if layers else source.training_length
     layers = layers or source.layers
-    config, _ = write_config(family, source.model, layers, length, "float32")
-    return Written(variant, directory, variant.rewrite(config), source.model, layers)
+    options = WriteOptions(length, tables=variant.tables)
+    config, _ = write_config(family, source.model, layers, options, "float32")
+    return Written(variant, directory, config, source.model, layers)
 
 
 @functools.lru_cache(maxsize=64)

@@ -98,10 +98,6 @@ def _rotates(config: Config) -> bool:
     return _kind(config) != "dropped" and not (_table(config) and min(_rope(config)["short_factor"]) == NO_ROTATION)
 
 
-def _beyond(config: Config) -> bool:
-    return _table(config) and config["max_position_embeddings"] > _rope(config)["original_max_position_embeddings"]
-
-
 def _bare(config: Config) -> list[bool]:
     return [not rotates for rotates in config.get("no_rope_layers", [])]
 
@@ -185,16 +181,6 @@ CONTENTS: tuple[Content, ...] = (
             LLAMA_CPP: Fault(_DROPS_TABLES, {("phi3",): ""}),
             VLLM: Fault("", _NO_ADJACENT),
             SGLANG: Fault("", _NO_ADJACENT),
-        },
-    ),
-    Content(
-        "one table for more than its original length",
-        _beyond,
-        {
-            VLLM: _LONG_ON_REQUEST,
-            SGLANG: Fault(
-                "wrong: it rotates the token at the original length as the first one", {_TRANSFORMERS_IN_SGLANG: ""}
-            ),
         },
     ),
     Content(
@@ -296,6 +282,11 @@ CONTENTS: tuple[Content, ...] = (
         "EXAONE 4 with windows",
         lambda c: _is(c, "exaone4") and bool(_windows(c)),
         {LLAMA_CPP: "wrong: it has windows in models of 64 layers alone"},
+    ),
+    Content(
+        "EXAONE 4 with other windows than on all but every so many layers",
+        lambda c: _is(c, "exaone4") and bool(_windows(c)) and c["sliding_window_pattern"].lstrip("L") != "G",
+        {SGLANG: "wrong: it takes the last layer of the pattern for the one without a window"},
     ),
     Content(
         "EXAONE 4 with another base than 1,000,000, or another epsilon than 1e-6",

@@ -317,7 +317,7 @@ def test_a_form_that_a_runtime_computes_otherwise_is_refused_with_the_nearest():
         chosen(with_(qk_norm="head"), windows, runtimes=("transformers", "SGLang"))
     assert str(caught.value).splitlines() == [
         "No form of this model is right in transformers, SGLang:",
-        "  qwen3: SGLang: wrong: its classes of these models have no windows",
+        "  qwen3: SGLang: wrong: it has no windows in these models",
         "Nearest: qwen3, --for=transformers.",
     ]
     with pytest.raises(UserError, match=r"Nearest: qwen3, --for=transformers.\n.*--to=gguf:FILE"):

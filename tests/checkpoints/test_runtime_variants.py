@@ -5,11 +5,11 @@ The configurations take 5 s, the weights and pe_lab's logits of 270 variants two
 
 import numpy as np
 import pytest
-from checkpoint_tables import LIMIT, ONLY_IN_5
+from checkpoint_tables import LIMIT
 from runtime_variants import VARIANTS, compute, measure, write
 from transformers_environments import read_several
 
-from pe_lab.checkpoints.runtimes import CONTENTS, LLAMA_CPP, SGLANG, VLLM, judge, kinds
+from pe_lab.checkpoints.runtimes import CONTENTS, LLAMA_CPP, SGLANG, TRANSFORMERS, VLLM, judge, kinds
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def test_a_runtime_computes_what_the_table_says(runtime, computed):
 @pytest.mark.slow
 @pytest.mark.parametrize("version", ["4.56", "5"])
 def test_transformers_computes_every_variant(version, computed):
-    there = [each for each in computed if version == "5" or each.written.config["model_type"] not in ONLY_IN_5]
+    there = [each for each in computed if version == "5" or not judge(each.written.config)[TRANSFORMERS]]
     theirs = read_several(version, [(each.directory, each.tokens[None]) for each in there], timeout=1800)
     differences = {
         each.written.variant.title: np.abs(logits[0] - each.logits[len(each.tokens)]).max()

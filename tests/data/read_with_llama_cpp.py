@@ -28,6 +28,7 @@ def convert(directory: str, file: str) -> None:
     import gguf
     from conversion import get_model_class
     from conversion.base import ModelBase
+    from conversion.llama import LlamaModel
 
     config = ModelBase.load_hparams(Path(directory), False)
     kind = get_model_class(config["architectures"][0])
@@ -37,7 +38,7 @@ def convert(directory: str, file: str) -> None:
         if self.model_arch not in (gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.SMOLLM3):  # these write it themselves
             self.gguf_writer.add_vocab_size(config["vocab_size"])
 
-    kind.set_vocab = without_vocabulary
+    kind.set_vocab = LlamaModel.set_vocab = without_vocabulary  # Ministral 3's has one of the latter
     vocabulary = Path(directory) / "tokenizer.json"
     missing = not vocabulary.exists()
     if missing:  # the converter of Gemma 3 counts its entries
@@ -111,6 +112,7 @@ def main() -> None:
     logging.disable(logging.WARNING)
     from conversion.base import ModelBase  # noqa: F401  here, and not once more in every process
 
+    os.environ["GGML_NO_BACKTRACE"] = "1"  # a debugger makes it, in ten seconds
     c = library(arguments.bindings)
     quiet = c.llama_log_callback(lambda level, text, data: None)
     c.llama_log_set(quiet, ctypes.c_void_p(0))
