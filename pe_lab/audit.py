@@ -95,14 +95,14 @@ def _audit(args: argparse.Namespace) -> int:
     checkpoint, observed = _observed(runtime, checkpoint, length, sequences)
     schedule = build_schedule(checkpoint.layers, config.heads, config.kv_heads, config.head_dim)
     print(f"{args.checkpoint}, as its config says:\n{describe(schedule, checkpoint.layers)}\n")
-    shapes = "; ".join(f"{list(one.tokens.shape)} up to position {one.length - 1:,}" for one in observed.batches)
+    shapes = "; ".join(f"{list(one.tokens.shape)} up to position {one.positions[-1]:,}" for one in observed.batches)
     print(f"Runtime: {observed.name}. Tokens: {shapes}.")
     for line in [*observed.notes, *(f"Not seen: {what}." for what in unseen(checkpoint.layers, observed.batches))]:
         print(line)
     with Progress(console(stderr=True), "auditing", None) as progress:
 
         def tell(done: int, total: int, name: str) -> None:
-            progress.update(done, f"{done} of {total} hypotheses, {name}")
+            progress.update(done, f"{done} of {total}, {name}")
 
         runner = HypothesisRunner(checkpoint, observed.batches)
         found = Search(runner, observed.logits, args.tolerance, observed.exact, tell).run()

@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from pe_lab.checkpoints.audit.faults import ADVICE
 from pe_lab.checkpoints.audit.observed import Observed
-from pe_lab.checkpoints.audit.search import Audit, Batch, Residual, Trial
+from pe_lab.checkpoints.audit.search import RELATED, Audit, Batch, Residual, Trial
 from pe_lab.checkpoints.audit.self_test import Outcome
 from pe_lab.positional import Layer
 from pe_lab.terminal import table
@@ -18,7 +18,6 @@ from pe_lab.terminal import table
 SHOWN = 6  # hypotheses
 CELLS = 64  # of the picture
 HEIGHTS = "▁▂▃▄▅▆▇█"
-UNRELATED = 0.9  # a hypothesis that leaves more of the error says nothing of it
 SMALLEST = 1e-7  # of the picture's logarithmic scale, which ends at 1
 
 
@@ -78,12 +77,13 @@ def verdict(audit: Audit, runtime: str) -> str:
         same = {one.sentence: None for one in found.same if one.sentence != found.hypothesis.sentence}
         lines += [f"Or, which computes the same of these tokens: {sentence}." for sentence in same]
         lines += [
-            f"Or, with an error of {one.residual.largest:.1e}: {one.hypothesis.sentence}." for one in audit.equals
+            f"It may also be, with {one.ratio / found.ratio:.2g} times the error: {one.hypothesis.sentence}."
+            for one in audit.equals
         ]
         return "\n".join([*lines, ADVICE[found.hypothesis.fault]])
     tried = f"{runtime} does not compute what the config says, and none of {len(audit.ranked)} hypotheses explains it."
-    if not audit.ranked or audit.ranked[0].ratio > UNRELATED:
-        return f"{tried} None leaves less than {UNRELATED:.0%} of the config's error: look for another kind of fault."
+    if not audit.ranked or audit.ranked[0].ratio > RELATED:
+        return f"{tried} None leaves less than {RELATED:.0%} of the config's error: look for another kind of fault."
     best = audit.ranked[0]
     return f"{tried} Nearest, with {best.ratio:.0%} of the config's error left: {best.hypothesis.sentence}."
 
@@ -135,7 +135,9 @@ def record(audit: Audit, observed: Observed, checkpoint: str) -> dict[str, Any]:
         "allowed_by_token": _numbers(audit.config.residual.allowed),
         "hypotheses": [trial(one) for one in audit.ranked],
         "passes": audit.passes,
-        "batches": [{"tokens": list(one.tokens.shape), "last_position": one.length - 1} for one in observed.batches],
+        "batches": [
+            {"tokens": list(one.tokens.shape), "last_position": int(one.positions[-1])} for one in observed.batches
+        ],
     }
 
 

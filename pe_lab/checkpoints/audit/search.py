@@ -34,7 +34,10 @@ from pe_lab.positional import Schedule, build_schedule
 
 KEPT_BYTES = 2**27  # of logits that are kept for hypotheses that are asked for again
 NEAREST = 3  # faults of some layers that are followed; hypotheses to each of which a second one is added
-GAIN = 0.98  # a layer is added to those of a fault if it leaves at most this part of the error
+GAIN = 0.95  # a layer is added to those of a fault if it leaves at most this part of the error
+# What a hypothesis may leave of the config's error: at most the first, and so little as the second is rounding, which
+# grows in a model whose layers do not get what they were trained for.
+RELATED, CLEAR = 0.9, 1e-4
 # Numbers of 16 bits or fewer: of the first token's error, which no fault of positions changes, others may have so much
 # more, but for a part of them; and beyond the last number the first token's error is no rounding.
 NOISE, STRAY, MOST_NOISE = 4.0, 0.05, 0.1
@@ -388,10 +391,12 @@ class Search:
 
     def _trial(self, hypothesis: Hypothesis) -> Trial:
         for batch in self.every:
-            residual = self._residual(hypothesis, batch)
-            if not residual.explained:
+            residual, own = self._residual(hypothesis, batch), self.own[batch]
+            ratio = residual.rms / max(own.rms, 1e-30)
+            explains = residual.explained if own.explained else ratio <= (RELATED if residual.explained else CLEAR)
+            if not explains:
                 break
-        return Trial(hypothesis, residual, residual.explained, residual.rms / max(self.own[batch].rms, 1e-30))
+        return Trial(hypothesis, residual, explains, ratio)
 
     def _some_layers(self) -> None:
         """Faults of some layers: the layer that explains most, then the best one beside it, while the error falls."""
@@ -415,7 +420,7 @@ class Search:
             chosen, error = [*chosen, best], errors[best]
             hypothesis = fault.make(chosen)
             trial = self.tried[self._key(hypothesis)] = self._trial(hypothesis)
-            if trial.explains:
+            if trial.explains and not self.rounding.stray:  # else one more may explain it better
                 return
             self.tell(len(chosen), len(fault.among), hypothesis.fault)
             errors = {n: self._error(fault.make([*chosen, n])) for n in fault.among if n not in chosen}
