@@ -172,8 +172,7 @@ def _observed(runtime: Runtime, checkpoint: Checkpoint, length: int, sequences: 
 
 
 def _self_test() -> int:
-    from pe_lab.checkpoints.audit.report import self_test_table
-    from pe_lab.checkpoints.audit.self_test import FAULTS, FAULTY, MODELS, outcomes
+    from pe_lab.checkpoints.audit.self_test import FAULTS, FAULTY, MODELS, outcomes, self_test_table
 
     found = []
     total = len(FAULTS) * len(FAULTY) + len(MODELS)

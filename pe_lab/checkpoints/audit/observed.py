@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from pe_lab.checkpoints.audit.faults import AuditedModel
+from pe_lab.checkpoints.audit.hypotheses import AuditedModel
 from pe_lab.checkpoints.audit.search import Batch
 from pe_lab.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from pe_lab.checkpoints.families import leaf_paths

@@ -18,10 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from pe_lab.checkpoints.audit.faults import AuditedModel, Computation, Hypothesis
-from pe_lab.checkpoints.audit.hypotheses import hypotheses
-from pe_lab.checkpoints.audit.layer_faults import SomeLayers, some_layers
-from pe_lab.checkpoints.audit.position_faults import from_token
+from pe_lab.checkpoints.audit.faults import hypotheses
+from pe_lab.checkpoints.audit.hypotheses import AuditedModel, Computation, Hypothesis
 from pe_lab.checkpoints.checkpoint import Checkpoint
 from pe_lab.checkpoints.families import leaf_paths
 from pe_lab.checkpoints.families.tensors import ROTATED
@@ -48,11 +46,18 @@ class Batch(NamedTuple):
 
     Attributes:
       length: of the whole sequence, of which these tokens may be the beginning.
+      at: the tokens whose logits are compared, in ascending order; None: all.
     """
 
     tokens: Int[np.ndarray, "B T"]
     positions: Int[np.ndarray, " T"]
     length: int
+    at: Int[np.ndarray, " P"] | None = None
+
+    @property
+    def compared(self) -> Int[np.ndarray, " P"]:
+        """The tokens whose logits are compared."""
+        return np.arange(len(self.positions)) if self.at is None else self.at
 
 
 class Rounding(NamedTuple):
@@ -71,14 +76,16 @@ class Residual(NamedTuple):
     """The difference of a hypothesis' logits and the runtime's.
 
     Attributes:
-      by_position: [T] the largest one of a logit, as a part of the runtime's largest logit.
-      allowed: [T] what rounding may make of it.
+      tokens: [P] those that were compared.
+      by_position: [P] the largest difference of a logit, as a part of the runtime's largest logit.
+      allowed: [P] what rounding may make of it.
       rms: the root of the mean square, as a part of that of the runtime's logits, without the stray positions.
       stray: see `Rounding`.
     """
 
-    by_position: Float[np.ndarray, " T"]
-    allowed: Float[np.ndarray, " T"]
+    tokens: Int[np.ndarray, " P"]
+    by_position: Float[np.ndarray, " P"]
+    allowed: Float[np.ndarray, " P"]
     rms: float
     stray: float
 
@@ -103,7 +110,7 @@ class Residual(NamedTuple):
         # Stray positions lie alone: of those from the beginning of an error on, most exceed what rounding does.
         share = np.cumsum(self._beyond[::-1])[::-1] / np.arange(len(self._beyond), 0, -1)
         found = np.flatnonzero(self._beyond & (share > 0.5 if self.stray else True))
-        return int(found[0]) if len(found) else int(np.flatnonzero(self._beyond)[0])
+        return int(self.tokens[(found if len(found) else np.flatnonzero(self._beyond))[0]])
 
 
 def centred(logits: Float[Any, "B T V"]) -> Float[Array, "B T V"]:
@@ -119,14 +126,14 @@ def _differences(found: Float[Array, "B T V"], expected: Float[Array, "B T V"]) 
 
 
 def compare(
-    found: Float[Array, "B T V"], expected: Float[Array, "B T V"], positions: Int[np.ndarray, " T"], rounding: Rounding
+    found: Float[Array, "B P V"], expected: Float[Array, "B P V"], batch: Batch, rounding: Rounding
 ) -> Residual:
     """The residual of centred logits."""
     by_position, squares, whole, largest = map(np.asarray, _differences(found, expected))
     kept = np.sort(squares)[: max(1, round(len(squares) * (1 - rounding.stray)))]
     rms = float(np.sqrt(kept.mean() / max(float(whole), 1e-30)))
-    allowed = rounding.tolerance + PER_POSITION * positions
-    return Residual(by_position / max(float(largest), 1e-30), allowed, rms, rounding.stray)
+    allowed = rounding.tolerance + PER_POSITION * batch.positions[batch.compared]
+    return Residual(batch.compared, by_position / max(float(largest), 1e-30), allowed, rms, rounding.stray)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -139,7 +146,6 @@ class HypothesisRunner:
 
     Attributes:
       at: what the config says.
-      hypotheses: those that need no look at a runtime's logits.
       passes: forward passes so far; one that begins in the middle counts by its layers.
     """
 
@@ -148,7 +154,7 @@ class HypothesisRunner:
         self.at = AuditedModel(checkpoint.layers, checkpoint.model)
         self.model = forward_model(dataclasses.replace(checkpoint.model, dtype="float32"))
         self.passes = 0.0
-        self.hypotheses = hypotheses(self.at)
+        self.hypotheses = functools.cache(lambda begins: hypotheses(dataclasses.replace(self.at, begins=begins)))
         self._keys: dict[tuple[Hypothesis | None, int], tuple[Hashable, ...]] = {}
         self._streams: dict[int, list[Array]] = {}  # by batch: the input of every layer, and the last output
         self._kept: dict[Hashable, Array] = {}
@@ -164,8 +170,8 @@ class HypothesisRunner:
             self._keys[hypothesis, batch] = _keys(computation, self._schedule(computation))
         return self._keys[hypothesis, batch]
 
-    def logits(self, hypothesis: Hypothesis | None, batch: int) -> Float[Array, "B T V"]:
-        """Centred logits of a batch under a hypothesis; None: as the config says."""
+    def logits(self, hypothesis: Hypothesis | None, batch: int) -> Float[Array, "B P V"]:
+        """Centred logits of the compared tokens of a batch under a hypothesis; None: as the config says."""
         keys, own = self.keys(hypothesis, batch), self.keys(None, batch)
         if (batch, keys) in self._kept:
             return self._kept[batch, keys]
@@ -178,7 +184,7 @@ class HypothesisRunner:
             if start == 0 and schedule.embeddings:  # what is added may differ where the first layer does
                 x = self._embed(schedule, computation, batch)
             x = self._advance(params, x, schedule, computation, start, len(same))
-            found = _head(self.model, params, x)
+            found = _head(self.model, params, x if (at := self.batches[batch].at) is None else x[:, at])
         self.passes += (len(same) - start) / len(same)
         if found.nbytes * (len(self._kept) + 1) <= KEPT_BYTES:
             self._kept[batch, keys] = found
@@ -269,9 +275,9 @@ class Trial(NamedTuple):
     same: tuple[Hypothesis, ...] = ()
 
     @property
-    def faults(self) -> set[str]:
-        """Those that it may be."""
-        return {one.fault for one in (self.hypothesis, *self.same) if one is not None}
+    def names(self) -> set[tuple[str, ...]]:
+        """The faults that it may be, each one, or several together."""
+        return {one.faults for one in (self.hypothesis, *self.same) if one is not None}
 
 
 @dataclass(frozen=True)
@@ -342,12 +348,14 @@ class Search:
         self.logits = [centred(one[..., :vocabulary]) for one in logits]  # some converters pad the vocabulary
         self.every = range(len(runner.batches))
         self.rounding = Rounding(RELATIVE if tolerance is None else tolerance)
-        self.first = max(float(self._residual(None, batch).by_position[0]) for batch in self.every)
+        control = [batch for batch in self.every if runner.batches[batch].compared[0] == 0]
+        self.first = max((float(self._residual(None, batch).by_position[0]) for batch in control), default=0.0)
         if tolerance is None and not exact and RELATIVE < self.first <= MOST_NOISE:
             self.rounding = Rounding(NOISE * self.first, STRAY)
         self.own = [self._residual(None, batch) for batch in self.every]
         self.elsewhere = self.first > self.rounding.tolerance and not runner.at.first_token_moves
         self.failing = next((batch for batch in self.every if not self.own[batch].explained), None)
+        self.hypotheses = runner.hypotheses(max(residual.begins or 0 for residual in self.own))
         self.tried: dict[Hashable, Trial] = {}
 
     def run(self) -> Audit:
@@ -355,7 +363,7 @@ class Search:
         before = self.runner.passes
         shown = self.every[-1] if self.failing is None else self.failing
         if self.failing is not None and not self.elsewhere:
-            for stage in (self._all, self._some_layers, self._pairs):
+            for stage in (lambda: self._try(self.hypotheses), self._some_layers, self._pairs):
                 stage()
                 if any(one.explains for one in self.tried.values()):
                     break
@@ -366,11 +374,7 @@ class Search:
 
     def _residual(self, hypothesis: Hypothesis | None, batch: int) -> Residual:
         found = self.runner.logits(hypothesis, batch)
-        return compare(found, self.logits[batch], self.runner.batches[batch].positions, self.rounding)
-
-    def _all(self) -> None:
-        begins = max(residual.begins or 0 for residual in self.own)
-        self._try([*self.runner.hypotheses, *(from_token(self.runner.at, begins) if begins else ())])
+        return compare(found, self.logits[batch], self.runner.batches[batch], self.rounding)
 
     def _try(self, hypotheses: Iterable[Hypothesis]) -> None:
         different: dict[Hashable, list[Hypothesis]] = {}
@@ -378,7 +382,7 @@ class Search:
             if (key := self._key(hypothesis)) is not None and key not in self.tried:
                 different.setdefault(key, []).append(hypothesis)
         for done, (key, (hypothesis, *same)) in enumerate(different.items()):
-            self.tell(done, len(different), hypothesis.fault)
+            self.tell(done, len(different), " and ".join(hypothesis.faults))
             self.tried[key] = self._trial(hypothesis)._replace(same=tuple(same))
 
     def _key(self, hypothesis: Hypothesis) -> Hashable:
@@ -398,40 +402,38 @@ class Search:
                 break
         return Trial(hypothesis, residual, explains, ratio)
 
+    def _error(self, hypothesis: Hypothesis) -> float:
+        """At the first batch that the config does not explain."""
+        return self._residual(hypothesis, self.failing).rms
+
     def _some_layers(self) -> None:
         """Faults of some layers: the layer that explains most, then the best one beside it, while the error falls."""
-        faults = some_layers(self.runner.at)
-        singles: list[dict[int, float]] = []
-        for done, fault in enumerate(faults):
-            self.tell(done, len(faults), "layer by layer")
-            singles.append({n: self._error(fault.make([n])) for n in fault.among})
+        faults, singles = [one for one in self.hypotheses if one.some], []
+        for done, whole in enumerate(faults):
+            self.tell(done, len(faults), f"{whole.faults[0]}, layer by layer")
+            singles.append({n: self._error(whole.some([n])) for n in whole.layers})
         nearest = sorted(range(len(faults)), key=lambda i: min(singles[i].values()))[:NEAREST]
         for i in nearest:
             self._grow(faults[i], singles[i])
             if any(one.explains for one in self.tried.values()):
                 return
 
-    def _grow(self, fault: SomeLayers, errors: dict[int, float]) -> None:
+    def _grow(self, whole: Hypothesis, errors: dict[int, float]) -> None:
         chosen, error = [], self.own[self.failing].rms
         while errors:
             best = min(errors, key=errors.__getitem__)
             if errors[best] > GAIN * error:
                 return
             chosen, error = [*chosen, best], errors[best]
-            hypothesis = fault.make(chosen)
+            hypothesis = whole.some(chosen)
             trial = self.tried[self._key(hypothesis)] = self._trial(hypothesis)
             if trial.explains and not self.rounding.stray:  # else one more may explain it better
                 return
-            self.tell(len(chosen), len(fault.among), hypothesis.fault)
-            errors = {n: self._error(fault.make([*chosen, n])) for n in fault.among if n not in chosen}
-
-    def _error(self, hypothesis: Hypothesis) -> float:
-        """At the first batch that the config does not explain."""
-        return self._residual(hypothesis, self.failing).rms
+            self.tell(len(chosen), len(whole.layers), whole.faults[0])
+            errors = {n: self._error(whole.some([*chosen, n])) for n in whole.layers if n not in chosen}
 
     def _pairs(self) -> None:
         """Each of the nearest hypotheses with each other one of another fault."""
         nearest = sorted(self.tried.values(), key=lambda one: one.ratio)[:NEAREST]
-        faults = [one.hypothesis for one in nearest if one.ratio < GAIN]
-        others = self.runner.hypotheses
-        self._try([one.then(other) for one in faults for other in others if other.fault != one.fault])
+        near = [one.hypothesis for one in nearest if one.ratio < GAIN]
+        self._try([one.then(other) for one in near for other in self.hypotheses if other.faults != one.faults])

@@ -27,6 +27,7 @@ from pe_lab.checkpoints.source import nested
 from pe_lab.config import ModelConfig
 from pe_lab.model import Model
 from pe_lab.positional import PI, DynamicNTK, Layer, Layout, Llama3, LongRope, NoPE, PartialRope, Rope, Yarn
+from pe_lab.terminal import table
 
 SEQUENCES, LENGTH, VOCABULARY = 2, 288, 64  # bfloat16 has the integers up to 256
 Keys = tuple[RotaryKeys, ...]
@@ -220,7 +221,7 @@ class Fault(NamedTuple):
 
     Attributes:
       name: for the table.
-      answer: the fault of `ADVICE` that the audit has to find.
+      answer: the one of `faults.FAULTS` that the audit has to find.
       inject: gives the runtime's keys of a model this fault.
     """
 
@@ -284,6 +285,12 @@ class Outcome(NamedTuple):
     passed: bool
     why: str = ""
 
+    @property
+    def error(self) -> str:
+        """What the right hypothesis leaves; of no fault, what the config does."""
+        trial = self.audit.found or self.audit.config
+        return f"{trial.residual.largest:.1e}"
+
 
 def outcomes(models: Sequence[SelfTestModel], faults: Sequence[Fault]) -> Iterator[Outcome]:
     """The audits of sound models, and of those in `FAULTY` with each fault."""
@@ -296,5 +303,30 @@ def outcomes(models: Sequence[SelfTestModel], faults: Sequence[Fault]) -> Iterat
                 yield Outcome(fault.name, model.name, None, True, keys)
                 continue
             audit = model.audit(keys)
-            right = audit.found is not None and fault.answer in audit.found.faults
+            right = audit.found is not None and (fault.answer,) in audit.found.names
             yield Outcome(fault.name, model.name, audit, right)
+
+
+def self_test_table(found: Sequence[Outcome]) -> str:
+    """The faults by model, with the error that the right hypothesis leaves; and why some do not apply."""
+    names = list(dict.fromkeys(one.model for one in found if one.fault is not None))
+    cells: dict[str, dict[str, str]] = {}
+    reasons: dict[tuple[str, str], list[str]] = {}
+    sound = []
+    for one in found:
+        error = "-" if one.audit is None else "MISSED" if not one.passed else one.error
+        if one.fault is None:
+            sound.append((one.model, one.error, "sound" if one.passed else "FALSE ALARM"))
+            continue
+        cells.setdefault(one.fault, {})[one.model] = error
+        if one.audit is None:
+            reasons.setdefault((one.fault, one.why), []).append(one.model)
+    lines = [(fault, *(by_model[name] for name in names)) for fault, by_model in cells.items()]
+    return "\n".join(
+        [
+            table(["fault", *names], lines),
+            *(f"does not apply: {fault}, to {', '.join(to)}: {why}" for (fault, why), to in reasons.items()),
+            "",
+            table(["no fault", "error", "verdict"], sound),
+        ]
+    )
