@@ -92,6 +92,38 @@ def compared_positions(training_length: int, layers: Sequence[Layer] = ()) -> In
     return np.stack([count, far]).astype(np.int32)
 
 
+Passes = tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "P T"]]  # tokens, and where they stand in each of P passes
+
+
+def script_logits(
+    script: Path, python: str, options: Sequence[str], passes: Sequence[Passes], failure: str
+) -> list[Float[np.ndarray, "P B T V"]]:
+    """The float32 logits that a script computes in its own process, of each of `passes`.
+
+    Raises:
+      CheckpointError: it fails; with `failure` and the last line of its error.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        command = [python, str(script), *options]
+        for n, (tokens, positions) in enumerate(passes):
+            np.save(f"{scratch}/tokens_{n}.npy", tokens)
+            np.save(f"{scratch}/positions_{n}.npy", positions)
+            command += [f"--{what}={scratch}/{what}_{n}.npy" for what in ("tokens", "positions", "out")]
+        run = subprocess.run(command, capture_output=True, text=True)
+        if run.returncode:
+            reason = (run.stderr.strip().splitlines() or ["no reason given"])[-1]
+            raise CheckpointError(f"{failure}: {reason}")
+        return [np.load(f"{scratch}/out_{n}.npy") for n in range(len(passes))]
+
+
+def transformers_logits(
+    external: Path, python: str, passes: Sequence[Passes], gguf_file: str | None = None
+) -> list[Float[np.ndarray, "P B T V"]]:
+    """The logits of a directory, or of a GGUF file in it, by transformers; see `script_logits`."""
+    options = [f"--model={external}", *([f"--gguf-file={gguf_file}"] if gguf_file else [])]
+    return script_logits(SCRIPT, python, options, passes, f"transformers cannot read '{external}'")
+
+
 def compare(checkpoint: Checkpoint, external: Path, python: str, gguf_file: str | None = None) -> tuple[Parity, Parity]:
     """Compares the float32 logits of a checkpoint by pe_lab and of a directory by transformers.
 
@@ -105,17 +137,7 @@ def compare(checkpoint: Checkpoint, external: Path, python: str, gguf_file: str 
     config = model.config
     positions = compared_positions(int(checkpoint.metadata["training_length"]), checkpoint.layers)
     tokens = fixed_batch(config.vocab_size)[:, : positions.shape[1]]
-    with tempfile.TemporaryDirectory() as scratch:
-        files = {name: f"{scratch}/{name}.npy" for name in ("tokens", "positions", "out")}
-        np.save(files["tokens"], tokens)
-        np.save(files["positions"], positions)
-        command = [python, str(SCRIPT), f"--model={external}", *(f"--{name}={file}" for name, file in files.items())]
-        command += [f"--gguf-file={gguf_file}"] if gguf_file else []
-        run = subprocess.run(command, capture_output=True, text=True)
-        if run.returncode:
-            reason = (run.stderr.strip().splitlines() or ["no reason given"])[-1]
-            raise CheckpointError(f"transformers cannot read '{external}': {reason}")
-        expected = np.load(files["out"])
+    (expected,) = transformers_logits(external, python, [(tokens, positions)], gguf_file)
     apply = jax.jit(model.apply)
 
     def verdict(at: Int[np.ndarray, " T"], theirs: Float[np.ndarray, "B T V"]) -> Parity:

@@ -95,12 +95,15 @@ def _as_yarn(scaling: Yarn | NTKByParts) -> Yarn:
 
 @fault(
     "base ignored",
-    "Look where the runtime reads the base: transformers 4 and most servers read `rope_theta`, transformers 5 writes it "
-    "into `rope_parameters`. Give the config both.",
+    "Look where the runtime reads the base: transformers 4 and most servers read `rope_theta`, transformers 5 writes "
+    "it into `rope_parameters`. Give the config both.",
 )
 def _(at: AuditedModel) -> Iterator[Hypothesis]:
     bases = " or ".join(f"{base:,.10g}" for base in sorted({kind.base for kind in at.rotations}))
     yield at.rotating(f"are rotated with base {COMMON_BASE:,.0f} instead of {bases}", _with_common_base)
+    for kind in at.rotations if len(at.rotations) > 1 else ():
+        what = f"are rotated with base {COMMON_BASE:,.0f} instead of {kind.base:,.10g}"
+        yield at.rotating(what, lambda e, kind=kind: _with_common_base(e) if e == kind else e)
 
 
 @fault(
@@ -116,8 +119,8 @@ def _(at: AuditedModel) -> Iterator[Hypothesis]:
 
 @fault(
     "base and scaling ignored",
-    "The runtime finds neither where it looks: give the config the keys of both majors of transformers, `rope_theta` and "
-    "`rope_scaling` beside `rope_parameters`.",
+    "The runtime finds neither where it looks: give the config the keys of both majors of transformers, `rope_theta` "
+    "and `rope_scaling` beside `rope_parameters`.",
 )
 def _(at: AuditedModel) -> Iterator[Hypothesis]:
     if any(kind.scaling is not None and kind.base != COMMON_BASE for kind in at.rotations):
@@ -142,8 +145,8 @@ def _(at: AuditedModel) -> Iterator[Hypothesis]:
 
 @fault(
     "scaling applied twice",
-    "Look for a second place that scales: positions divided by the factor beside scaled frequencies, or a converter that "
-    "writes scaled frequencies and the scaling.",
+    "Look for a second place that scales: positions divided by the factor beside scaled frequencies, or a converter "
+    "that writes scaled frequencies and the scaling.",
 )
 def _(at: AuditedModel) -> Iterator[Hypothesis]:
     what = "are rotated with a scaling that is applied twice"
@@ -160,8 +163,8 @@ def _(at: AuditedModel) -> Iterator[Hypothesis]:
 
 @fault(
     "YaRN's ramp",
-    "Look at the function that finds the ends of the ramp: its dimension is that of the rotated channels of a head, not "
-    "half of it; and at `beta_fast`, `beta_slow` and `truncate`.",
+    "Look at the function that finds the ends of the ramp: its dimension is that of the rotated channels of a head, "
+    "not half of it; and at `beta_fast`, `beta_slow` and `truncate`.",
 )
 def _(at: AuditedModel) -> Iterator[Hypothesis]:
     what = "are rotated with YaRN's ramp over half the dimensions"
@@ -286,7 +289,7 @@ def _patterns(at: AuditedModel) -> Iterator[tuple[str, dict[int, Encoding]]]:
         for phase in (0, period - 1):
             if bare := [n for n in at.every if n % period == phase]:
                 rotated = [n for n in at.bare if n not in bare]
-                what = at.say(bare, f"are the only ones without rotation, one of {period}")
+                what = at.say(bare, f"are not rotated, one of {period}, and no others")
                 yield what, dict.fromkeys(rotated, common) | dict.fromkeys(bare, NoPE())
 
 
@@ -322,8 +325,8 @@ def _(at: AuditedModel) -> Iterator[Hypothesis]:
 
 @fault(
     "windows off by one",
-    "Look at the mask: a window of W tokens contains the query's own, so that i - j < W; kernels take W - 1 as the left "
-    "side.",
+    "Look at the mask: a window of W tokens contains the query's own, so that i - j < W; kernels take W - 1 as the "
+    "left side.",
 )
 def _(at: AuditedModel) -> Iterator[Hypothesis]:
     for by, what in ((1, "have windows of one token more"), (-1, "have windows of one token less")):
@@ -421,7 +424,7 @@ def _(at: AuditedModel) -> Iterator[Hypothesis]:
     absolute = [n for n, layer in enumerate(at.layers) if any(not one.relative for _, one in layer.acting())]
     for by, what in OFFSETS.items():
         yield _at_positions(f"all positions are {what}", absolute, lambda p, by=by: p + by)
-    if at.begins:
+    if at.begins and at.begins > 1:  # an error of all tokens begins at the second
         first = at.begins
 
         def restarted(p: np.ndarray) -> np.ndarray:

@@ -107,7 +107,7 @@ class AuditedModel:
     Attributes:
       layers: their encodings and windows.
       model: the shape.
-      begins: the token at which a runtime's error begins, if it is known and not the second.
+      begins: the token at which the error of the runtime begins, if that is known.
     """
 
     layers: tuple[Layer, ...]

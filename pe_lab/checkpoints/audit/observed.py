@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -20,11 +18,10 @@ from pe_lab.checkpoints.audit.search import Batch
 from pe_lab.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from pe_lab.checkpoints.families import leaf_paths
 from pe_lab.checkpoints.families.tensors import ROTATED
-from pe_lab.checkpoints.parity import LENGTH, SCRIPT, compared_positions
+from pe_lab.checkpoints.parity import LENGTH, compared_positions, script_logits, transformers_logits
 from pe_lab.checkpoints.source import nested
 from pe_lab.errors import CheckpointError, DataError, UnsupportedError
 from pe_lab.positional import Layer
-from pe_lab.storage.gguf_format import open_gguf
 
 LLAMA_CPP = Path(__file__).with_name("llama_cpp_logits.py")
 SEQUENCES = 2
@@ -39,15 +36,15 @@ class Observed(NamedTuple):
     Attributes:
       name: of the runtime.
       batches: the tokens and their positions, the shortest batch first.
-      logits: [B, T, V] of each batch.
-      exact: it computes in float32.
+      logits: [B, P, V] of each batch's compared tokens.
+      exact: it computes in float32 throughout.
       notes: what a person should know of them.
     """
 
     name: str
     batches: tuple[Batch, ...]
-    logits: tuple[Float[Any, "B T V"], ...]
-    exact: bool = True
+    logits: tuple[Float[Any, "B P V"], ...]
+    exact: bool = False
     notes: tuple[str, ...] = ()
 
 
@@ -83,49 +80,33 @@ def _batch(checkpoint: Checkpoint, positions: Int[np.ndarray, " T"], sequences: 
     return Batch(tokens, positions, int(positions[-1]) + 1)
 
 
-def computed_by(script: Path, python: str, options: Sequence[str], batches: Sequence[Batch], name: str) -> list[Any]:
-    """The logits of every batch, by a script that runs in its own process.
-
-    Raises:
-      CheckpointError: it fails; with the last line of its error.
-    """
-    with tempfile.TemporaryDirectory() as scratch:
-        command = [python, str(script), *options]
-        for n, batch in enumerate(batches):
-            np.save(f"{scratch}/tokens_{n}.npy", batch.tokens)
-            np.save(f"{scratch}/positions_{n}.npy", batch.positions[None])
-            command += [f"--{what}={scratch}/{what}_{n}.npy" for what in ("tokens", "positions", "out")]
-        run = subprocess.run(command, capture_output=True, text=True)
-        if run.returncode:
-            reason = (run.stderr.strip().splitlines() or ["no reason given"])[-1]
-            raise CheckpointError(f"{name}: {reason}")
-        found = [np.load(f"{scratch}/out_{n}.npy")[0] for n in range(len(batches))]
-    for logits in found:
-        if not np.isfinite(logits).all():
-            raise CheckpointError(f"{name} computes logits that are NaN or infinite.")
-    return found
-
-
 def by_transformers(directory: Path, python: str, batches: Sequence[Batch], gguf_file: str | None = None) -> Observed:
     """What transformers computes in float32 from a directory, or from a GGUF file in it."""
-    options = [f"--model={directory}", *([f"--gguf-file={gguf_file}"] if gguf_file else [])]
-    found = computed_by(SCRIPT, python, options, batches, f"transformers cannot read '{directory}'")
-    return Observed("transformers", tuple(batches), tuple(found))
+    passes = [(batch.tokens, batch.positions[None]) for batch in batches]
+    found = [logits[0] for logits in transformers_logits(directory, python, passes, gguf_file)]
+    return _finite(Observed("transformers", tuple(batches), tuple(found), exact=True))
 
 
 def by_llama_cpp(file: Path, python: str, batch: Batch) -> Observed:
-    """What llama.cpp computes from a GGUF file, with a float32 cache; it refuses positions with gaps."""
-    (found,) = computed_by(LLAMA_CPP, python, [f"--model={file}"], [batch], f"llama.cpp cannot read '{file}'")
-    kinds = {tensor.kind for tensor in open_gguf(file, CheckpointError, lambda key: False).tensors.values()} - {"F32"}
-    # It rounds the inputs of products as the weights are: to 16 bits, or to 8 where they are quantized.
-    notes = (f"Rounds the inputs of products with {', '.join(sorted(kinds))} weights.",) if kinds else ()
-    return _screened("llama.cpp", batch, found)._replace(exact=not kinds, notes=notes)
+    """What llama.cpp computes from a GGUF file, with a float32 cache; it refuses positions with gaps.
+
+    It rounds the inputs of products to 16 or 8 bits where the weights have so many, and GELU to 16 bits.
+    """
+    passes = [(batch.tokens, batch.positions[None])]
+    (found,) = script_logits(LLAMA_CPP, python, [f"--model={file}"], passes, f"llama.cpp cannot read '{file}'")
+    return _finite(_screened("llama.cpp", batch, found[0]))
+
+
+def _finite(found: Observed) -> Observed:
+    if not all(np.isfinite(logits).all() for logits in found.logits):
+        raise CheckpointError(f"{found.name} computes logits that are NaN or infinite.")
+    return found
 
 
 def _screened(name: str, batch: Batch, logits: Float[Any, "B T V"]) -> Observed:
     """A batch, and its first tokens as one before it, which later tokens do not change."""
     batches, parts = [batch], [logits]
-    if len(batch.positions) >= 2 * SCREENED:
+    if batch.at is None and len(batch.positions) >= 2 * SCREENED:
         batches.insert(0, Batch(batch.tokens[:, :SCREENED], batch.positions[:SCREENED], batch.length))
         parts.insert(0, logits[:, :SCREENED])
     return Observed(name, tuple(batches), tuple(parts))
@@ -142,8 +123,8 @@ def with_weights_of(checkpoint: Checkpoint, file: Path) -> tuple[Checkpoint, tup
     """
     try:
         other = open_checkpoint(f"gguf:{file}")
-    except UnsupportedError as error:
-        return checkpoint, (f"The weights compared are the checkpoint's, not the file's: {error}",)
+    except UnsupportedError:  # the file is of an architecture that pe_lab imports from Hugging Face alone
+        return checkpoint, ("pe_lab does not read such a GGUF file: the weights compared are the checkpoint's.",)
     own, found = leaf_paths(checkpoint.params), leaf_paths(other.params)
     if {path: leaf.shape for path, leaf in own.items()} != {path: leaf.shape for path, leaf in found.items()}:
         raise CheckpointError(f"'{file}' has other tensors than the checkpoint: it was not made of it.")
@@ -163,7 +144,10 @@ def with_weights_of(checkpoint: Checkpoint, file: Path) -> tuple[Checkpoint, tup
 
 
 def saved(path: Path, vocab_size: int) -> Observed:
-    """Logits that somebody saved: an npz file with `tokens` [B, T], `logits` [B, T, V], and perhaps `positions` [T].
+    """Logits that somebody saved: an npz file with `tokens` [B, T] and `logits` [B, T, V].
+
+    `positions` [T] are those of the tokens, if they are not 0, 1, 2, ...; `at` [P] the tokens that [B, P, V] logits are
+    of, if they are not of all.
 
     Raises:
       DataError: it is damaged, or its arrays do not fit the model or each other.
@@ -180,32 +164,40 @@ def saved(path: Path, vocab_size: int) -> Observed:
             raise DataError(f"'{path}' has no array '{name}'; it has {', '.join(sorted(arrays)) or 'none'}.")
     tokens, logits = np.atleast_2d(arrays["tokens"]), arrays["logits"]
     logits = logits[None] if logits.ndim == 2 else logits
-    positions = arrays.get("positions", np.arange(tokens.shape[-1]))
-    _check(path, tokens, logits, positions, vocab_size)
-    whole = Batch(tokens.astype(np.int32), positions.astype(np.int32), int(positions.max()) + 1)
-    return _screened(f"'{path.name}'", whole, logits)._replace(exact=False)
-
-
-def _check(path: Path, tokens: Any, logits: Any, positions: Any, vocab_size: int) -> None:
-    """`DataError` for arrays that do not fit the model or each other."""
-    wrong = ""
-    if not np.issubdtype(tokens.dtype, np.integer) or tokens.ndim != 2:
-        wrong = f"tokens are {tokens.dtype} of shape {list(tokens.shape)}; give whole numbers [B, T]"
-    elif not np.issubdtype(logits.dtype, np.floating) or logits.ndim != 3:
-        wrong = f"logits are {logits.dtype} of shape {list(logits.shape)}; give floating-point numbers [B, T, V]"
-    elif logits.shape[:2] != tokens.shape:
-        wrong = f"logits {list(logits.shape)} and tokens {list(tokens.shape)} disagree; give [B, T, V] and [B, T]"
-    elif tokens.shape[1] < 2:
-        wrong = "one token a sequence shows no position; give sequences of two tokens or more"
-    elif logits.shape[2] != vocab_size:
-        wrong = f"logits are of a vocabulary of {logits.shape[2]:,}; the model's has {vocab_size:,}"
-    elif tokens.min() < 0 or tokens.max() >= vocab_size:
-        wrong = f"tokens range from {tokens.min()} to {tokens.max()}; the model's vocabulary has {vocab_size:,}"
-    elif not np.issubdtype(positions.dtype, np.integer) or positions.shape != tokens.shape[1:]:
-        wrong = f"positions are {positions.dtype} of shape {list(positions.shape)}; give whole numbers [T]"
-    elif positions.min() < 0 or positions.max() >= 2**31 - 1:
-        wrong = f"positions range from {positions.min()} to {positions.max()}; give numbers from 0 to 2^31 - 2"
-    elif not np.isfinite(logits).all():
-        wrong = f"{int((~np.isfinite(logits)).sum()):,} of {logits.size:,} logits are NaN or infinite"
+    count = tokens.shape[-1]
+    positions, at = arrays.get("positions", np.arange(count)), arrays.get("at", np.arange(count))
+    wrong = _misfit(tokens, logits, positions, at, vocab_size)
     if wrong:
         raise DataError(f"'{path}': {wrong}.")
+    whole = Batch(tokens.astype(np.int32), positions.astype(np.int32), int(positions.max()) + 1)
+    return _screened(f"'{path.name}'", whole if len(at) == count else whole._replace(at=at), logits)
+
+
+def _misfit(tokens: Any, logits: Any, positions: Any, at: Any, vocab_size: int) -> str:
+    """Why arrays do not fit the model or each other; empty: they do."""
+    if not np.issubdtype(tokens.dtype, np.integer) or tokens.ndim != 2 or not tokens.size:
+        return f"tokens are {tokens.dtype} of shape {list(tokens.shape)}; give whole numbers [B, T]"
+    if not np.issubdtype(logits.dtype, np.floating) or logits.ndim != 3:
+        return f"logits are {logits.dtype} of shape {list(logits.shape)}; give floating-point numbers [B, T, V]"
+    if not np.issubdtype(at.dtype, np.integer) or at.ndim != 1 or not at.size:
+        return f"at is {at.dtype} of shape {list(at.shape)}; give whole numbers [P], the tokens that logits are of"
+    if at.min() < 0 or at.max() >= tokens.shape[1] or (np.diff(at) <= 0).any():
+        return f"at must have ascending numbers from 0 to {tokens.shape[1] - 1:,}, the tokens that logits are of"
+    if logits.shape[:2] != (len(tokens), len(at)):
+        return (
+            f"logits {list(logits.shape)} and tokens {list(tokens.shape)} disagree; give [B, T, V] and [B, T], or "
+            "logits [B, P, V] and the array at [P] of the tokens that they are of"
+        )
+    if tokens.shape[1] < 2:
+        return "one token a sequence shows no position; give sequences of two tokens or more"
+    if logits.shape[2] != vocab_size:
+        return f"logits are of a vocabulary of {logits.shape[2]:,}; the model's has {vocab_size:,}"
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+        return f"tokens range from {tokens.min()} to {tokens.max()}; the model's vocabulary has {vocab_size:,}"
+    if not np.issubdtype(positions.dtype, np.integer) or positions.shape != tokens.shape[1:]:
+        return f"positions are {positions.dtype} of shape {list(positions.shape)}; give whole numbers [T]"
+    if positions.min() < 0 or positions.max() >= 2**31 - 1:
+        return f"positions range from {positions.min()} to {positions.max()}; give numbers from 0 to 2^31 - 2"
+    if bad := int((~np.isfinite(logits)).sum()):
+        return f"{bad:,} of {logits.size:,} logits are NaN or infinite"
+    return ""

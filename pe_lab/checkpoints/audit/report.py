@@ -71,7 +71,8 @@ def verdict(audit: Audit, runtime: str) -> str:
         )
     if (found := audit.found) is not None:
         hypothesis = found.hypothesis
-        same = {_capital(one.sentence): None for one in found.same if one.sentence != hypothesis.sentence}
+        # Two together may be found in both orders; of one fault, the first sentence is the plainest.
+        same = {_capital(one.sentence): None for one in found.same if set(one.faults) != set(hypothesis.faults)}
         return "\n".join(
             [
                 f"Fault: {' and '.join(hypothesis.faults)}. {_capital(hypothesis.sentence)}.",
@@ -88,9 +89,14 @@ def verdict(audit: Audit, runtime: str) -> str:
         "hypotheses."
     )
     if not audit.ranked or audit.ranked[0].ratio > RELATED:
-        return f"{tried} None leaves less than {RELATED:.0%} of the config's error: look for another kind of fault."
-    best = audit.ranked[0]
-    return f"{tried} Nearest, with {best.ratio:.0%} of the config's error left: {best.hypothesis.sentence}."
+        nearest = f"None leaves less than {RELATED:.0%} of the config's error."
+    else:
+        best = audit.ranked[0]
+        nearest = f"Nearest, with {best.ratio:.0%} of the config's error left: {best.hypothesis.sentence}."
+    return (
+        f"{tried} {nearest}\nThe first token is right, so the fault is in what tokens see of each other: look also at "
+        "what is not among the hypotheses, the scale of attention, its soft cap, a mask of documents."
+    )
 
 
 def _capital(sentence: str) -> str:

@@ -181,7 +181,7 @@ class HypothesisRunner:
         start = same.index(False) if not all(same) else len(same)
         with jax.default_matmul_precision("highest"):
             x = self._config_streams(batch)[start]
-            if start == 0 and schedule.embeddings:  # what is added may differ where the first layer does
+            if start == 0:  # what is added to the embeddings may differ, too
                 x = self._embed(schedule, computation, batch)
             x = self._advance(params, x, schedule, computation, start, len(same))
             found = _head(self.model, params, x if (at := self.batches[batch].at) is None else x[:, at])
