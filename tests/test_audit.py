@@ -10,6 +10,7 @@ from checkpoints.external import DATA, copy_of, golden
 
 from pe_lab.audit import main
 
+TOKENS, FOUND = golden("smollm3")
 SMOLLM3, LOGITS = f"hf:{DATA / 'smollm3'}", f"--runtime=logits:{DATA / 'smollm3' / 'logits.npz'}"
 
 
@@ -27,10 +28,25 @@ def test_a_fault_is_named_with_its_layers(tmp_path, capsys):
     assert "Fault: rotated layers not rotated. Layer 3 is not rotated" in out
     assert "Look at `no_rope_layers`" in out and "beyond rounding from token 1 on" in out
     answer = json.loads((tmp_path / "answer.json").read_text())
-    assert answer["verdict"] == "fault" and answer["fault"] == "rotated layers not rotated"
+    assert answer["verdict"] == "fault" and answer["faults"] == ["rotated layers not rotated"]
     assert answer["hypotheses"][0]["layers"] == [3] and answer["hypotheses"][0]["explains"]
     assert len(answer["error_by_token"]) == 40 and answer["error_by_token"][0] < 1e-5 < answer["error_by_token"][1]
     assert answer["batches"] == [{"tokens": [2, 40], "last_position": 39}]
+
+
+def test_logits_of_the_last_tokens(tmp_path, capsys):
+    np.savez(tmp_path / "last.npz", tokens=TOKENS, logits=FOUND[:, -5:], at=np.arange(35, 40))
+    assert main([SMOLLM3, f"--runtime=logits:{tmp_path / 'last.npz'}"]) == 0
+    assert "Not seen: how much the runtime rounds" in capsys.readouterr().out
+
+
+def test_what_no_known_fault_explains(tmp_path, capsys):
+    """Other weights of attention: 8 s, of which most are hypotheses in pairs."""
+    edited = copy_of("smollm3", tmp_path / "edited", rope_parameters={"rope_type": "default", "rope_theta": 77.0})
+    assert main([f"hf:{edited}", LOGITS]) == 1
+    out = capsys.readouterr().out
+    assert "differs from what the config says, and no known fault explains it: none of" in out
+    assert "Nearest, with" in out and "beyond rounding from token 1 on" in out
 
 
 def test_tokens_for_a_runtime_elsewhere(tmp_path, capsys):
@@ -41,7 +57,6 @@ def test_tokens_for_a_runtime_elsewhere(tmp_path, capsys):
     assert "tokens [3, 12] at positions 0 to 11" in capsys.readouterr().out
 
 
-TOKENS, FOUND = golden("smollm3")
 BAD_FILES = {
     "another vocabulary": (
         {"tokens": TOKENS, "logits": FOUND[..., :60]},
@@ -58,6 +73,17 @@ BAD_FILES = {
     "one token": ({"tokens": TOKENS[:, :1], "logits": FOUND[:, :1]}, "one token a sequence shows no position"),
     "positions": ({"tokens": TOKENS, "logits": FOUND, "positions": np.arange(39)}, "give whole numbers [T]"),
     "far positions": ({"tokens": TOKENS, "logits": FOUND, "positions": np.arange(40) - 1}, "positions range from -1"),
+    "no tokens": ({"tokens": TOKENS[:0], "logits": FOUND[:0]}, "of shape [0, 40]; give whole numbers [B, T]"),
+    "logits of fewer tokens": ({"tokens": TOKENS, "logits": FOUND[:, -3:]}, "the array at [P] of the tokens"),
+    "at a token that is not there": (
+        {"tokens": TOKENS, "logits": FOUND[:, -2:], "at": np.array([39, 40])},
+        "at must have ascending numbers from 0 to 39",
+    ),
+    "at tokens in no order": (
+        {"tokens": TOKENS, "logits": FOUND[:, -2:], "at": np.array([39, 38])},
+        "at must have ascending numbers from 0 to 39",
+    ),
+    "at with fractions": ({"tokens": TOKENS, "logits": FOUND[:, -1:], "at": np.array([39.0])}, "at is float64"),
     "objects": ({"tokens": np.array([{}], object), "logits": FOUND}, "no npz file that can be read"),
 }
 
