@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -89,7 +90,9 @@ def _audit(args: argparse.Namespace) -> int:
     sequences = max(1, (args.tokens or 2 * length) // length)
     if args.write_tokens:
         near = near_batch(checkpoint, length, sequences)
-        np.savez(args.write_tokens, tokens=near.tokens, positions=near.positions)
+        content = io.BytesIO()
+        np.savez(content, tokens=near.tokens, positions=near.positions)
+        storage.write_file(storage.path("--write-tokens", args.write_tokens), content.getvalue())
         print(f"{args.write_tokens}: tokens {list(near.tokens.shape)} at positions 0 to {near.length - 1:,}")
         return 0
     checkpoint, observed = _observed(runtime, checkpoint, length, sequences)
@@ -172,12 +175,12 @@ def _observed(runtime: Runtime, checkpoint: Checkpoint, length: int, sequences: 
 
 
 def _self_test() -> int:
-    from pe_lab.checkpoints.audit.self_test import FAULTS, FAULTY, MODELS, outcomes, self_test_table
+    from pe_lab.checkpoints.audit.self_test import FAULTY, INJECTIONS, MODELS, outcomes, self_test_table
 
     found = []
-    total = len(FAULTS) * len(FAULTY) + len(MODELS)
+    total = len(INJECTIONS) * len(FAULTY) + len(MODELS)
     with Progress(console(stderr=True), "self-test", total) as progress:
-        for outcome in outcomes(MODELS, FAULTS):
+        for outcome in outcomes(MODELS, INJECTIONS):
             found.append(outcome)
             progress.update(len(found), f"{outcome.model}, {outcome.fault or 'no fault'}")
     print(self_test_table(found))

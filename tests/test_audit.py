@@ -9,6 +9,7 @@ import transformers_environments
 from checkpoints.external import DATA, copy_of, golden
 
 from pe_lab.audit import main
+from pe_lab.checkpoints import parity
 
 TOKENS, FOUND = golden("smollm3")
 SMOLLM3, LOGITS = f"hf:{DATA / 'smollm3'}", f"--runtime=logits:{DATA / 'smollm3' / 'logits.npz'}"
@@ -50,7 +51,7 @@ def test_what_no_known_fault_explains(tmp_path, capsys):
 
 
 def test_tokens_for_a_runtime_elsewhere(tmp_path, capsys):
-    file = tmp_path / "tokens.npz"
+    file = tmp_path / "tokens"
     assert main([SMOLLM3, f"--write-tokens={file}", "--length=12", "--tokens=36"]) == 0
     with np.load(file) as stored:
         assert stored["tokens"].shape == (3, 12) and stored["positions"].tolist() == list(range(12))
@@ -108,6 +109,7 @@ BAD_LINES = {
     "no tolerance": ([SMOLLM3, "--tolerance=0"], "'0' is not a number"),
     "no interpreter": ([SMOLLM3, "--python=/nowhere/python"], "--python '/nowhere/python' cannot be run"),
     "no llama.cpp": ([SMOLLM3, f"--runtime=gguf:{__file__}", f"--python={sys.executable}"], "cannot import llama_cpp"),
+    "no place for tokens": ([SMOLLM3, "--write-tokens=/proc/nowhere/x.npz"], "--write-tokens"),
     "no place": ([SMOLLM3, LOGITS, "--json=/proc/nowhere/x.json"], "--json"),
 }
 
@@ -128,6 +130,18 @@ def test_files_that_are_damaged(tmp_path, capsys):
         assert "is no npz file that can be read" in capsys.readouterr().err
     np.save(tmp_path / "one.npy", FOUND)
     assert main([SMOLLM3, f"--runtime=logits:{tmp_path / 'one.npy'}"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("runtime", "needs"), [("transformers", "transformers and torch"), ("gguf:x", "llama-cpp-python")]
+)
+def test_packages_that_are_not_there(runtime, needs, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x").touch()
+    monkeypatch.setattr(parity.importlib.util, "find_spec", lambda name: None)
+    assert main([SMOLLM3, f"--runtime={runtime}"]) == 2
+    error = capsys.readouterr().err
+    assert f"needs {needs}, which this Python does not have" in error and "--python=PYTHON" in error
 
 
 def test_a_checkpoint_of_pe_lab_is_exported_first(tmp_path, capsys):

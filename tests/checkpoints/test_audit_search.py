@@ -11,10 +11,10 @@ from checkpoints.external import DATA, NAMES, copy_of, golden
 from checkpoints.test_gguf_file import permuted, tensors_of, write
 
 from pe_lab.checkpoints.audit import observed
-from pe_lab.checkpoints.audit.faults import FAULTS as KNOWN
+from pe_lab.checkpoints.audit.faults import FAULTS
 from pe_lab.checkpoints.audit.faulty_runtime import RotaryKeys
 from pe_lab.checkpoints.audit.search import Audit, Batch, HypothesisRunner, Search
-from pe_lab.checkpoints.audit.self_test import FAULTS, MODELS, SHAPE, SelfTestModel, outcomes
+from pe_lab.checkpoints.audit.self_test import INJECTIONS, MODELS, SHAPE, SelfTestModel, outcomes
 from pe_lab.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from pe_lab.errors import CheckpointError
 from pe_lab.positional import Layer, LongRope, NoPE, Rope, Yarn
@@ -39,7 +39,9 @@ def test_sound_logits_raise_no_alarm_and_cost_one_pass():
     assert audit.sound and not audit.elsewhere and audit.ranked == () and audit.passes <= 2
 
 
-@pytest.mark.parametrize("fault", [one for one in FAULTS if "one NoPE" not in one.name], ids=lambda fault: fault.name)
+@pytest.mark.parametrize(
+    "fault", [one for one in INJECTIONS if "one NoPE" not in one.name], ids=lambda fault: fault.name
+)
 def test_each_fault_of_the_numpy_runtime_is_the_one_answer(fault):
     """The first of them compiles, 4 s."""
     keys = fault.inject(KEYS, THREE)
@@ -111,7 +113,7 @@ def test_rounding_is_measured_at_the_first_token():
 
 
 def test_the_self_test_injects_the_faults_that_have_a_name():
-    assert {one.answer for one in FAULTS} <= set(KNOWN)
+    assert {one.answer for one in INJECTIONS} <= set(FAULTS)
 
 
 def test_logits_of_the_last_tokens():
@@ -244,7 +246,7 @@ def test_no_family_raises_an_alarm(name):
 @pytest.mark.slow
 def test_the_self_test_finds_everything():
     """Six families, twelve sound models: 90 s."""
-    found = list(outcomes(MODELS, FAULTS))
+    found = list(outcomes(MODELS, INJECTIONS))
     assert [(one.model, one.fault) for one in found if not one.passed] == []
     assert sum(one.fault is None for one in found) == 12
     assert sum(one.audit is not None for one in found if one.fault is not None) > 90

@@ -1,6 +1,6 @@
 """The faults that the audit knows. One is a name, what to look at where it is found, and its hypotheses.
 
-A new fault is a decorated function here; the likely ones come first. `self_test.FAULTS` injects them.
+A new fault is a decorated function here; the likely ones come first. `self_test.INJECTIONS` has faulty runtimes.
 """
 
 from __future__ import annotations

@@ -216,7 +216,7 @@ def _two_bases(keys: Keys, change: Callable[[RotaryKeys, RotaryKeys], tuple[Rota
     return tuple(dataclasses.replace(one, window=window) for one, window in own)
 
 
-class Fault(NamedTuple):
+class Injection(NamedTuple):
     """A fault of the runtime.
 
     Attributes:
@@ -230,42 +230,42 @@ class Fault(NamedTuple):
     inject: Callable[[Keys, ModelConfig], Injected]
 
 
-FAULTS: tuple[Fault, ...] = (
-    Fault("base ignored", "base ignored", lambda k, m: _each(k, theta=1e4)),
-    Fault("scaling ignored", "scaling ignored", lambda k, m: _scaling(k, scaling="default")),
-    Fault("both ignored", "base and scaling ignored", lambda k, m: _scaling(k, theta=1e4, scaling="default")),
-    Fault("scaling applied twice", "scaling applied twice", lambda k, m: _scaling(k, scaled=2)),
-    Fault("attention factor missing", "attention factor", lambda k, m: _yarn(k, factored=0)),
-    Fault("YaRN's ramp over half the dims", "YaRN's ramp", lambda k, m: _yarn(k, ramp_part=0.5)),
-    Fault("query/key permutation", "query/key permutation", lambda k, m: _each(k, interleaved=True)),
-    Fault("keys permuted by query heads", "query/key permutation", _keys_permuted),
-    Fault("proportional against partial", "proportional and partial", lambda k, m: _fraction(k)),
-    Fault("all NoPE layers rotated", "unrotated layers rotated", lambda k, m: _bare(k, 0)),
-    Fault("one NoPE layer rotated", "unrotated layers rotated", lambda k, m: _bare(k, 1)),
-    Fault(
+INJECTIONS: tuple[Injection, ...] = (
+    Injection("base ignored", "base ignored", lambda k, m: _each(k, theta=1e4)),
+    Injection("scaling ignored", "scaling ignored", lambda k, m: _scaling(k, scaling="default")),
+    Injection("both ignored", "base and scaling ignored", lambda k, m: _scaling(k, theta=1e4, scaling="default")),
+    Injection("scaling applied twice", "scaling applied twice", lambda k, m: _scaling(k, scaled=2)),
+    Injection("attention factor missing", "attention factor", lambda k, m: _yarn(k, factored=0)),
+    Injection("YaRN's ramp over half the dims", "YaRN's ramp", lambda k, m: _yarn(k, ramp_part=0.5)),
+    Injection("query/key permutation", "query/key permutation", lambda k, m: _each(k, interleaved=True)),
+    Injection("keys permuted by query heads", "query/key permutation", _keys_permuted),
+    Injection("proportional against partial", "proportional and partial", lambda k, m: _fraction(k)),
+    Injection("all NoPE layers rotated", "unrotated layers rotated", lambda k, m: _bare(k, 0)),
+    Injection("one NoPE layer rotated", "unrotated layers rotated", lambda k, m: _bare(k, 1)),
+    Injection(
         "a rotated layer not rotated",
         "rotated layers not rotated",
         lambda k, m: (k[0], dataclasses.replace(k[1], theta=0.0), *k[2:]),
     ),
-    Fault(
+    Injection(
         "windows one token longer", "windows off by one", lambda k, m: _windows(k, lambda w: [s and s + 1 for s in w])
     ),
-    Fault(
+    Injection(
         "windows one token shorter", "windows off by one", lambda k, m: _windows(k, lambda w: [s and s - 1 for s in w])
     ),
-    Fault(
+    Injection(
         "windows on the wrong layers", "windows on the wrong layers", lambda k, m: _windows(k, lambda w: w[1:] + w[:1])
     ),
-    Fault("bases exchanged", "bases exchanged", lambda k, m: _two_bases(k, lambda one, two: (two, one))),
-    Fault(
+    Injection("bases exchanged", "bases exchanged", lambda k, m: _two_bases(k, lambda one, two: (two, one))),
+    Injection(
         "local layers scaled too",
         "encodings on the wrong layers",
         lambda k, m: _two_bases(k, lambda one, two: (dataclasses.replace(two, theta=one.theta, rotated=1.0), two)),
     ),
-    Fault("queries one position later", "positions offset", lambda k, m: _each(k, query_offset=1)),
-    Fault("cache counted wrong from 200 on", "positions offset", lambda k, m: _each(k, late_from=200)),
-    Fault("positions in bfloat16", "positions in bfloat16", lambda k, m: _each(k, rounded_positions=True)),
-    Fault("frequencies in bfloat16", "frequencies in bfloat16", lambda k, m: _each(k, rounded_frequencies=True)),
+    Injection("queries one position later", "positions offset", lambda k, m: _each(k, query_offset=1)),
+    Injection("cache counted wrong from 200 on", "positions offset", lambda k, m: _each(k, late_from=200)),
+    Injection("positions in bfloat16", "positions in bfloat16", lambda k, m: _each(k, rounded_positions=True)),
+    Injection("frequencies in bfloat16", "frequencies in bfloat16", lambda k, m: _each(k, rounded_frequencies=True)),
 )
 
 
@@ -292,12 +292,12 @@ class Outcome(NamedTuple):
         return f"{trial.residual.largest:.1e}"
 
 
-def outcomes(models: Sequence[SelfTestModel], faults: Sequence[Fault]) -> Iterator[Outcome]:
+def outcomes(models: Sequence[SelfTestModel], injections: Sequence[Injection]) -> Iterator[Outcome]:
     """The audits of sound models, and of those in `FAULTY` with each fault."""
     for model in models:
         audit = model.audit(model.keys)
         yield Outcome(None, model.name, audit, audit.sound)
-        for fault in faults if model.name in FAULTY else ():
+        for fault in injections if model.name in FAULTY else ():
             keys = fault.inject(model.keys, model.model)
             if isinstance(keys, str):
                 yield Outcome(fault.name, model.name, None, True, keys)
