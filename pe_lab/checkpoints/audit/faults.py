@@ -38,6 +38,7 @@ from pe_lab.positional import (
 )
 
 COMMON_BASE = 10000.0  # what a runtime rotates with that finds no base where it looks
+OTHER_BASES = (1e5, 5e5, 1e6, 5e6)  # of another model, whose default it is
 PERIODS = range(2, 7)  # of patterns in which one layer of so many is not rotated
 OFFSETS = {1: "one too late", 2: "two too late", -1: "one too early", -2: "two too early"}
 
@@ -100,7 +101,9 @@ def _as_yarn(scaling: Yarn | NTKByParts) -> Yarn:
 )
 def _(at: AuditedModel) -> Iterator[Hypothesis]:
     bases = " or ".join(f"{base:,.10g}" for base in sorted({kind.base for kind in at.rotations}))
-    yield at.rotating(f"are rotated with base {COMMON_BASE:,.0f} instead of {bases}", _with_common_base)
+    for base in (COMMON_BASE, *OTHER_BASES):
+        what = f"are rotated with base {base:,.0f} instead of {bases}"
+        yield at.rotating(what, lambda e, base=base: dataclasses.replace(e, base=base))
     for kind in at.rotations if len(at.rotations) > 1 else ():
         what = f"are rotated with base {COMMON_BASE:,.0f} instead of {kind.base:,.10g}"
         yield at.rotating(what, lambda e, kind=kind: _with_common_base(e) if e == kind else e)
