@@ -156,6 +156,8 @@ def _arranged(base: str, encoding: Encoding) -> tuple[Encoding | Layer, ...]:
         return local, local, full, local
     if base in ("cohere2", "exaone4"):
         return windowed, windowed, windowed, Layer(NoPE())
+    if base == "granite_swa":
+        return windowed, windowed, full, windowed
     if base == "smollm3":
         return full, full, full, Layer(NoPE())
     return (full,)
@@ -220,7 +222,7 @@ VARIANTS = (
     Variant("qwen3", "windows on all layers", (_IN_WINDOWS,)),
     Variant("qwen3", "biases", (_R,), prepare=_biased),
     Variant("gemma", "biases", (Rope(10000.0),), prepare=_biased),
-    Variant("gpt_neox_sequential", "RoPE of base 10,000", (PartialRope(10000.0, 0.25),)),
+    Variant("gpt_neox_sequential", "RoPE of base 10,000", (Rope(10000.0),)),
     Variant("gemma3", "windows on all layers", (Layer(Rope(10000.0), WINDOW),)),
     Variant("gemma3", "windows on all layers, usual scale", (Layer(Rope(10000.0), WINDOW),), prepare=_usual_scale),
     Variant("olmo3", "two bases", (_IN_WINDOWS, Rope(10000.0))),
@@ -233,6 +235,7 @@ VARIANTS = (
     Variant("exaone4", "base 1,000,000", (*[Layer(Rope(1e6), WINDOW)] * 3, NoPE()), prepare=_small_epsilon),
     Variant("exaone4", "windows on all layers", (Layer(Rope(1e6), WINDOW),), prepare=_small_epsilon),
     Variant("starcoder2", "a base that is no whole number", (Rope(500.5),)),
+    Variant("granite_swa", "no windows", (_R,)),
     Variant("granite_swa", "several bases", (_IN_WINDOWS, Rope(1000.0))),
     Variant("stablelm_parallel", "parallel blocks, RoPE of base 10,000", (PartialRope(10000.0, 0.5),)),
     Variant("falcon_40b", "four times as wide", prepare=_four_times_as_wide),

@@ -133,7 +133,15 @@ CONTENTS: tuple[Content, ...] = (
     Content(
         "llama3",
         lambda c: _kind(c) == "llama3",
-        {LLAMA_CPP: Fault("", {("qwen2", "qwen3"): "wrong: its converter drops the scaling"})},
+        {
+            LLAMA_CPP: Fault(
+                "",
+                {
+                    ("qwen2", "qwen3", "olmo2", "olmo3", "starcoder2", "glm4"): "wrong: it drops the scaling",
+                    ("smollm3", "granite"): "does not start: it does not know the scaling's tensor",
+                },
+            )
+        },
     ),
     Content(
         "YaRN with an attention factor, NTK-by-parts",
@@ -156,7 +164,10 @@ CONTENTS: tuple[Content, ...] = (
         {
             LLAMA_CPP: "wrong beyond the training length: it ignores the scaling",
             VLLM: Fault("wrong beyond the training length: its table ends there", {_TRANSFORMERS_IN_VLLM: ""}),
-            SGLANG: Fault("wrong: it has one base for all lengths, that of the longest", {_TRANSFORMERS_IN_SGLANG: ""}),
+            SGLANG: Fault(
+                "wrong: it has one base for all lengths, that of the longest",
+                {(*_TRANSFORMERS_IN_SGLANG, "gemma3_text"): ""},
+            ),
         },
     ),
     Content(
@@ -166,11 +177,11 @@ CONTENTS: tuple[Content, ...] = (
             LLAMA_CPP: Fault(_DROPS_TABLES, {("phi3",): "wrong for short sequences in a long context: the long table"}),
             VLLM: Fault(
                 f"{_LONG_ON_REQUEST}; then wrong for short sequences: the long table",
-                {_TRANSFORMERS_IN_VLLM: _LONG_ON_REQUEST},
+                {tuple(name for name in _TRANSFORMERS_IN_VLLM if name != "olmo3"): _LONG_ON_REQUEST} | _NO_ADJACENT,
             ),
             SGLANG: Fault(
                 "wrong: the table changes within a sequence that outgrows the original length",
-                {_TRANSFORMERS_IN_SGLANG: ""},
+                {_TRANSFORMERS_IN_SGLANG: "", ("gemma3_text",): "wrong beyond the original length"} | _NO_ADJACENT,
             ),
         },
     ),
@@ -261,7 +272,10 @@ CONTENTS: tuple[Content, ...] = (
     Content(
         "Gemma 3 with PI on layers without a window",
         lambda c: _is(c, "gemma3_text") and _kind(c) == "linear",
-        dict.fromkeys((VLLM, SGLANG), "serves max_position_embeddings, not times the factor"),
+        {
+            VLLM: "serves max_position_embeddings, not times the factor; wrong beyond",
+            SGLANG: "serves max_position_embeddings, not times the factor",
+        },
     ),
     Content(
         "OLMo 3 with two bases",
@@ -302,6 +316,11 @@ CONTENTS: tuple[Content, ...] = (
         "Cohere 2 with other windows than all but every fourth layer, or a scaling",
         lambda c: _is(c, "cohere2") and (not _every(c, 4) or _kind(c) != "default"),
         {LLAMA_CPP: "wrong: its converter drops the pattern and the scaling"},
+    ),
+    Content(
+        "GraniteSWA without windows",
+        lambda c: _is(c, "granite_swa") and not _windows(c),
+        {LLAMA_CPP: "does not start: it asks for a window"},
     ),
     Content(
         "GraniteSWA with several bases",
