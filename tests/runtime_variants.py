@@ -214,6 +214,7 @@ VARIANTS = (
     Variant("llama", "YaRN with betas", (_yarn(beta_fast=2.0, beta_slow=0.25),), TRAINED),
     Variant("llama", "YaRN without rounding", (_yarn(length=4096, truncate=False),), 4096),
     Variant("llama", "dynamic NTK, factor 4", (Rope(500.0, scaling=DynamicNTK(TRAINED, 4.0)),), TRAINED),
+    Variant("olmo2", "dynamic NTK, factor 4", (Rope(500.0, scaling=DynamicNTK(TRAINED, 4.0)),), TRAINED),
     Variant("smollm3", "rotation on every second layer", (_R, NoPE())),
     Variant("smollm3", "windows", (_IN_WINDOWS, _IN_WINDOWS, _IN_WINDOWS, NoPE())),
     Variant("smollm3", "biases", (_R, _R, _R, NoPE()), prepare=_biased),

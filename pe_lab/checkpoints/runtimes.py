@@ -85,6 +85,11 @@ def _plain(config: Config) -> bool:
     return (_kind(config), _rope(config).get("rope_theta", 10000.0)) == ("default", 10000.0)
 
 
+def _type_and_factor(config: Config) -> bool:
+    """Whether the scaling has a factor above 1 and nothing else."""
+    return _kind(config) in ("linear", "dynamic", "dropped") and _rope(config)["factor"] > 1
+
+
 def _ramp(config: Config) -> tuple[Any, ...]:
     rope = _rope(config)
     return (rope.get("beta_fast", 32), rope.get("beta_slow", 1), rope.get("truncate", True))
@@ -280,7 +285,7 @@ CONTENTS: tuple[Content, ...] = (
     Content(
         "OLMo 3 with two bases",
         lambda c: _is(c, "olmo3") and len({_rope(c, kind)["rope_theta"] for kind in by_layer_type(c)}) > 1,
-        {SGLANG: "wrong: it has one base"},
+        dict.fromkeys((LLAMA_CPP, SGLANG), "wrong: it has one base"),
     ),
     Content(
         "OLMo 3 with PI",
