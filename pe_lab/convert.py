@@ -1,9 +1,10 @@
-"""`python -m pe_lab.convert`: imports checkpoints from Hugging Face and GGUF, and exports them to Hugging Face."""
+"""`python -m pe_lab.convert`: imports checkpoints from Hugging Face and GGUF, and exports them to both."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import sys
 import time
@@ -15,7 +16,7 @@ import numpy as np
 
 from pe_lab import storage
 from pe_lab.errors import CheckpointError, ConfigError, UnsupportedError, did_you_mean
-from pe_lab.storage import AnyPath, check_checkpoints, check_place, new_directory, write_json
+from pe_lab.storage import AnyPath, check_checkpoints, check_place, new_directory, new_file, write_json
 from pe_lab.storage.manifest import manifest_of
 from pe_lab.terminal import argument_parser, byte_progress, positive, works_on
 
@@ -33,25 +34,28 @@ EXAMPLES = """\
 import:
   python -m pe_lab.convert --from=hf:SmolLM-360M --to=runs/smollm_360m           a Hugging Face directory
   python -m pe_lab.convert --from=hf:Qwen/Qwen3-0.6B --to=runs/qwen3             from the hub, if it is reachable
-  python -m pe_lab.convert --from=gguf:SmolLM2.Q8_0.gguf --to=runs/smollm2       a GGUF file of the llama family
+  python -m pe_lab.convert --from=gguf:SmolLM2.Q8_0.gguf --to=runs/smollm2       a GGUF file, or the first of several
 export:
   python -m pe_lab.convert --from=runs/drope/recalibrate --to=hf:exports/drope
   python -m pe_lab.convert --from=runs/drope --to=hf:exports/drope --length=16384 --dtype=bfloat16
   python -m pe_lab.convert --from=runs/drope --to=hf:exports/drope --for=transformers,vllm --push=ORG/NAME
+  python -m pe_lab.convert --from=runs/drope --to=gguf:drope.gguf                  for llama.cpp, weights as they are
+  python -m pe_lab.convert --from=hf:SmolLM-360M --to=gguf:smollm.gguf:q8_0        or f16, bf16, f32
 
 Weights keep their dtype; training and evaluation use float32. If transformers and torch are installed (or
 --parity-python names an interpreter that has them), the parity check compares the logits of a fixed batch, and a result
-that differs is removed. docs/checkpoints.md lists the families, and the edits that each can express.
+that differs is removed; a GGUF file is compared with llama.cpp, by the package llama-cpp-python. docs/checkpoints.md
+lists the families, and the edits that each can express.
 """
 
 
 def parser() -> argparse.ArgumentParser:
-    description = "Imports a checkpoint from Hugging Face or GGUF, or exports one to Hugging Face."
+    description = "Imports a checkpoint from Hugging Face or GGUF, or exports one to them."
     p = argument_parser("convert", description, EXAMPLES)
     p.add_argument(
         "--from", dest="source", required=True, help="hf:DIR, hf:ORG/NAME, gguf:FILE, or a checkpoint of pe_lab"
     )
-    p.add_argument("--to", required=True, help="a new directory; hf:DIR to export")
+    p.add_argument("--to", required=True, help="a new directory; hf:DIR or gguf:FILE[:q8_0|f16|bf16|f32] to export")
     p.add_argument(
         "--family",
         default="auto",
@@ -71,7 +75,8 @@ def parser() -> argparse.ArgumentParser:
         metavar="ORG/NAME",
         help="also send an export to a new repository of the Hugging Face hub (token: `hf auth login`, or HF_TOKEN)",
     )
-    p.add_argument("--dtype", help="of exported weights: float32, bfloat16 or float16 (default: unchanged)")
+    p.add_argument("--dtype", help="of weights exported to hf:DIR: float32, bfloat16 or float16 (default: unchanged)")
+    p.add_argument("--tokenizer", choices=("none",), help="none: leave the tokenizer out")
     p.add_argument(
         "--length",
         type=positive,
@@ -89,9 +94,9 @@ def parser() -> argparse.ArgumentParser:
         "--parity",
         default="auto",
         choices=("auto", "require", "off"),
-        help="compare logits with transformers: if possible (auto), always, or never",
+        help="compare logits with transformers (of gguf:FILE, llama.cpp): if possible (auto), always, or never",
     )
-    p.add_argument("--parity-python", metavar="PYTHON", help="an interpreter with transformers and torch")
+    p.add_argument("--parity-python", metavar="PYTHON", help="an interpreter with transformers and torch, or llama_cpp")
     return p
 
 
@@ -100,28 +105,37 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
 
     from pe_lab.checkpoints.checkpoint import open_source  # these load JAX
+    from pe_lab.checkpoints.gguf.export import split_kind
     from pe_lab.checkpoints.locating import DIRECTORY
     from pe_lab.checkpoints.parity import find_python
     from pe_lab.data.tokenizers import check_vocabulary, load_tokenizer
     from pe_lab.parallel import hide_absent_tpu
 
-    exported = args.to.startswith("hf:")
-    to = storage.path("--to", args.to.removeprefix("hf:"))
-    if not exported:
+    form = next((form for form in ("hf", "gguf") if args.to.startswith(f"{form}:")), "")
+    given, kind = split_kind(args.to.removeprefix("gguf:")) if form == "gguf" else (args.to.removeprefix("hf:"), None)
+    to = storage.path("--to", given)
+    if not form:
         check_checkpoints("--to", to / DIRECTORY)
-    check_place("--to", to, new=True)
+    if form == "gguf":
+        _check_gguf(to, args)
+    else:
+        check_place("--to", to, new=True)
     hide_absent_tpu()
     source = open_source(args.source)
     needs = ("transformers", "torch", *(("gguf",) if source.path.suffix == ".gguf" else ()))
+    needs = ("llama_cpp",) if form == "gguf" else needs
     python = None if args.parity == "off" else find_python(args.parity_python, needs)
     if args.parity == "require" and python is None:
         raise UnsupportedError(
             f"--parity=require: {' and '.join(needs)} are not installed; give --parity-python=PYTHON."
         )
-    tokenizer = load_tokenizer(source.tokenizer) if source.tokenizer else None
+    tokenizer = load_tokenizer(source.tokenizer) if source.tokenizer and not args.tokenizer else None
     if tokenizer is not None:
         check_vocabulary(tokenizer, source.model.vocab_size, source.display_name)
-    (export_checkpoint if exported else import_checkpoint)(source, tokenizer, to, args, python)
+    if form == "gguf":
+        export_gguf(source, tokenizer, to, kind, args, python)
+    else:
+        (export_checkpoint if form else import_checkpoint)(source, tokenizer, to, args, python)
     return 0
 
 
@@ -139,12 +153,12 @@ def import_checkpoint(
     if not is_external(args.source):
         raise ConfigError(
             f"--from '{args.source}' is a checkpoint of pe_lab already. Edit it with pe_lab.surgery, or export it with "
-            "--to=hf:DIR."
+            "--to=hf:DIR or --to=gguf:FILE."
         )
     given = {"--family": args.family != "auto", "--for": args.runtimes, "--push": args.push, "--dtype": args.dtype}
     for option, value in (given | {"--length": args.length, "--max-length": args.max_length}).items():
         if value:
-            raise ConfigError(f"{option} goes with --to=hf:DIR; an import changes nothing.")
+            raise ConfigError(f"{option} goes with --to=hf:DIR or gguf:FILE; an import changes nothing.")
     model = Model(source.model, hooks=layer_hooks(source.layers, source.model.heads))
     size = model.num_parameters * source.dtype.itemsize
     trained = f"trained on {source.training_length:,} tokens"
@@ -162,6 +176,10 @@ def import_checkpoint(
         family = getattr(source, "family", None)
         if family is not None and not family.stock and args.parity != "require":
             print(f"Logits not compared: transformers has no {family.architecture} without remote code.")
+        elif gguf_file and args.parity != "require" and family.model_type != "llama":
+            print(f"Logits not compared: transformers may read a GGUF file of {family.model_type} otherwise.")
+        elif gguf_file and args.parity != "require" and "-00001-of-" in gguf_file:
+            print("Logits not compared: transformers reads no split GGUF files.")
         elif gguf_file and args.parity != "require" and not all(map(_plain, source.layers)):
             print("Logits not compared: transformers ignores the rope scaling of a GGUF file.")
         else:
@@ -250,6 +268,58 @@ def _results(given: str, source: CheckpointSource) -> list[Record]:
     return [record for records in evaluation.values() for record in records if record.get("checkpoint_id") == own]
 
 
+def _check_gguf(to: AnyPath, args: argparse.Namespace) -> None:
+    """`ConfigError` for a GGUF file that cannot be written; `UnsupportedError` without the gguf package."""
+    if args.dtype is not None:
+        raise ConfigError("--dtype goes with --to=hf:DIR; of a GGUF file it is a suffix, such as --to=gguf:FILE:q8_0.")
+    for option, value in {"--for": args.runtimes, "--push": args.push}.items():
+        if value:
+            raise ConfigError(f"{option} goes with --to=hf:DIR; a GGUF file is for llama.cpp.")
+    if storage.is_remote(to):
+        raise ConfigError(f"--to=gguf:{to} is on an object store; write the file on a disk, and copy it there.")
+    if storage.exists(to):
+        raise ConfigError(f"--to=gguf:{to} exists. Remove it, or give another name.")
+    check_place("--to", to, file=True)
+    if importlib.util.find_spec("gguf") is None:
+        raise UnsupportedError(f"--to=gguf:{to} needs the gguf package: pip install gguf.")
+
+
+def export_gguf(
+    source: CheckpointSource,
+    tokenizer: Tokenizer | None,
+    to: Path,
+    kind: str | None,
+    args: argparse.Namespace,
+    python: str | None,
+) -> None:
+    """Writes any checkpoint as a GGUF file; `kind` is one of `gguf.export.KINDS`, or None for the weights' own."""
+    from pe_lab.checkpoints.gguf.export import check_written, plan_gguf, write_gguf
+    from pe_lab.checkpoints.parity import compare_with_llama_cpp
+    from pe_lab.data.tokenizers.to_gguf import gguf_metadata
+    from pe_lab.model import Model
+    from pe_lab.positional import layer_hooks
+
+    family = None if args.family == "auto" else args.family
+    export = plan_gguf(source, kind, family, args.length, args.max_length)
+    vocabulary, notes = {"tokenizer.ggml.model": "none"}, ()
+    if tokenizer is not None:
+        vocabulary, notes = gguf_metadata(tokenizer, source.model.vocab_size, to.stem)
+    numbers = ", ".join(dict.fromkeys(one.lower() for one in export.kinds))
+    declared = f"declared for {export.plan.config['context_length']:,} tokens"
+    architecture = export.plan.family.model_type
+    print(f"{source.display_name}: as llama.cpp's {architecture}, {numbers}, {export.size / 1e9:.2f} GB, {declared}")
+    for note in (*export.notes, *notes):
+        print(note)
+    with new_file(to, "--to") as temporary:
+        with byte_progress("converting", export.size) as done:
+            write_gguf(source, export, temporary, to.stem, vocabulary, done)
+        check_written(temporary, export)
+        model = Model(source.model, hooks=layer_hooks(source.layers, source.model.heads))
+        _check_parity(args, python, model, lambda p: [compare_with_llama_cpp(temporary, p)], "llama.cpp")
+    note = "" if tokenizer else " It has no tokenizer: programs that read text need one."
+    print(f"{to}: written from {source.display_name}.{note}")
+
+
 def _token_ids(tokenizer: Tokenizer, config: dict[str, Any]) -> dict[str, Any]:
     """The ids that begin, end and pad a sequence, by their keys in `config.json` and `generation_config.json`."""
     vocabulary = config["vocab_size"]
@@ -304,7 +374,11 @@ def _as_exported(args: argparse.Namespace, export: Export) -> Checkpoint:
 
 
 def _check_parity(
-    args: argparse.Namespace, python: str | None, model: Model, judge: Callable[[str], Sequence[Parity]]
+    args: argparse.Namespace,
+    python: str | None,
+    model: Model,
+    judge: Callable[[str], Sequence[Parity]],
+    runtime: str = "transformers",
 ) -> None:
     """Prints the verdict of the parity check, or why it was not made; `CheckpointError` if the logits differ."""
     from pe_lab.checkpoints.parity import LAST_POSITION, fits_twice
@@ -313,23 +387,22 @@ def _check_parity(
         print("Logits not compared: --parity=off.")
         return
     if python is None:
-        print(
-            "Logits not compared: transformers and torch are not installed here (--parity-python=PYTHON names another)."
-        )
+        packages = "llama-cpp-python is" if runtime == "llama.cpp" else "transformers and torch are"
+        print(f"Logits not compared: {packages} not installed here (--parity-python=PYTHON names another).")
         return
     if args.parity == "auto" and not fits_twice(4 * model.num_parameters):
         print("Logits not compared: memory cannot hold the model twice (--parity=require tries nevertheless).")
         return
     started = time.monotonic()
-    verdicts = judge(python)
+    verdicts, theirs = judge(python), f"{runtime}'" if runtime.endswith("s") else f"{runtime}'s"
     for verdict in verdicts:
         if not verdict.passed:
             raise CheckpointError(
-                f"The logits differ from transformers': {verdict}. The result was removed. The cause is the conversion "
+                f"The logits differ from {theirs}: {verdict}. The result was removed. The cause is the conversion "
                 "or the checkpoint, not rounding; please report it (--parity=off keeps the result)."
             )
     listed = "; ".join(map(str, verdicts))
-    print(f"Logits compared with transformers': {listed}; {time.monotonic() - started:.0f} s.")
+    print(f"Logits compared with {theirs}: {listed}; {time.monotonic() - started:.0f} s.")
     if verdicts[-1].last == LAST_POSITION:
         print(f"Not compared: positions beyond {LAST_POSITION:,}, where transformers' rounding of angles hides more.")
 

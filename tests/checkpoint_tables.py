@@ -245,7 +245,7 @@ def document(name: str, content: str) -> None:
 
 def without_numbers(content: str) -> str:
     """A table with its measured numbers blanked: what must not change from one machine to another."""
-    return re.sub(r"\d\.\de-\d\d", "#", content)
+    return re.sub(r"\d\.\de-\d\d|\d+\.\d%", "#", content)
 
 
 def _slug(name: str) -> str:

@@ -11,6 +11,7 @@ from real_material import smollm2_gguf
 
 from pe_lab.data.tokenizers import export_tokenizer, load_saved_tokenizer, load_tokenizer, save_tokenizer
 from pe_lab.data.tokenizers.gguf import PRE_TOKENIZERS, gguf_tokenizer
+from pe_lab.data.tokenizers.to_gguf import gguf_metadata
 from pe_lab.errors import UserError
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "tokenizer_gguf_golden.json").read_text())
@@ -155,3 +156,102 @@ def test_smollm2_gives_the_ids_of_llama_cpp(tmp_path):
     assert chat.startswith("<|im_start|>system\n")
     assert chat.endswith("<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
     assert tokenizer.encode_prompt(chat)[0] == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Written (tests/test_gguf_out.py has llama.cpp read what is written)
+
+HF = json.loads((Path(__file__).parent / "data" / "tokenizer_hf_golden.json").read_text())
+SPLITS = {  # as tokenizer.json of published models have them
+    "gpt-2": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+    "smollm": {
+        "type": "Sequence",
+        "pretokenizers": [
+            {"type": "Digits", "individual_digits": True},
+            {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        ],
+    },
+    "qwen2": {
+        "type": "Sequence",
+        "pretokenizers": [
+            {
+                "type": "Split",
+                "pattern": {
+                    "Regex": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+                    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+                },
+                "behavior": "Isolated",
+                "invert": False,
+            },
+            {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
+        ],
+    },
+}
+
+
+def tokenizer_of(directory, name="llama3", **changes):
+    """A tokenizer.json of the golden file, with other parts; `ignore_merges` is its model's."""
+    directory.mkdir()
+    for file, text in HF[name]["files"].items():
+        (directory / file).write_text(text, encoding="utf-8")
+    content = json.loads(HF[name]["files"]["tokenizer.json"])
+    content["model"]["ignore_merges"] = changes.pop("ignore_merges", content["model"].get("ignore_merges", False))
+    (directory / "tokenizer.json").write_text(json.dumps(content | changes))
+    return load_tokenizer(f"hf:{directory}")
+
+
+@pytest.mark.parametrize("pre", SPLITS)
+def test_the_name_of_the_splits_is_found_by_what_they_split(pre, tmp_path):
+    tokenizer = tokenizer_of(tmp_path / "in", pre_tokenizer=SPLITS[pre], ignore_merges=False)
+    metadata, notes = gguf_metadata(tokenizer, tokenizer.vocab_size + 5, "model")
+    assert metadata["tokenizer.ggml.pre"] == pre and not notes
+    assert len(metadata["tokenizer.ggml.tokens"]) == tokenizer.vocab_size + 5
+    assert metadata["tokenizer.ggml.tokens"][-1] == f"[PAD{tokenizer.vocab_size + 4}]"
+    read = gguf_tokenizer(metadata, "tiny.gguf")
+    for text in TEXTS:
+        assert read.encode(text).tolist() == tokenizer.encode(text).tolist(), text
+        assert read.encode_prompt(text).tolist() == tokenizer.encode_prompt(text).tolist(), text
+
+
+def test_a_normal_form_is_a_message_and_other_forms_are_refused(tmp_path):
+    changes = {"pre_tokenizer": SPLITS["qwen2"], "ignore_merges": False}
+    tokenizer = tokenizer_of(tmp_path / "nfc", normalizer={"type": "NFC"}, **changes)
+    _, notes = gguf_metadata(tokenizer, tokenizer.vocab_size, "model")
+    assert notes == ("llama.cpp does not normalize a text to NFC: one in another form gets other ids there.",)
+    tokenizer = tokenizer_of(tmp_path / "lower", normalizer={"type": "Lowercase"}, **changes)
+    with pytest.raises(UserError, match="it normalizes a text .Lowercase., which llama.cpp does not.*--tokenizer=none"):
+        gguf_metadata(tokenizer, tokenizer.vocab_size, "model")
+
+
+def test_what_llama_cpp_would_split_or_merge_otherwise_is_refused(tmp_path):
+    refused = {
+        "whitespace": ({"pre_tokenizer": {"type": "Whitespace"}}, "splits a text before it merges as none of"),
+        "unigram": ({"name": "unigram"}, "no tokenizer of kind Unigram"),
+        "prefix": ({"pre_tokenizer": SPLITS["gpt-2"] | {"add_prefix_space": True}}, "as none of the pre-tokenizers"),
+    }
+    for name, (changes, message) in refused.items():
+        tokenizer = tokenizer_of(tmp_path / name, **changes)
+        with pytest.raises(UserError, match=f"{name}.* cannot be written into a GGUF file: .*{message}"):
+            gguf_metadata(tokenizer, tokenizer.vocab_size, "model")
+
+
+def test_the_tokenizer_of_a_gguf_file_goes_back_as_it_was():
+    for kind in ("byte_pairs", "pieces"):
+        given = fields(kind, add_bos_token=True) | ({"tokenizer.ggml.pre": "smollm"} if kind == "byte_pairs" else {})
+        given["tokenizer.chat_template"] = "{{ messages[0].content }}"
+        tokenizer = gguf_tokenizer(given, "tiny.gguf")
+        written, _ = gguf_metadata(tokenizer, len(GOLDEN[kind]["tokens"]), "model")
+        for key in ("model", "tokens", "merges", "scores", "pre", "eos_token_id", "bos_token_id", "add_bos_token"):
+            if f"tokenizer.ggml.{key}" in given:
+                assert written[f"tokenizer.ggml.{key}"] == given[f"tokenizer.ggml.{key}"], (kind, key)
+        assert written["tokenizer.chat_template"] == "{{ messages[0].content }}"
+        assert gguf_tokenizer(written, "tiny.gguf").fingerprint == tokenizer.fingerprint
+
+
+def test_bytes_are_written_where_an_embedding_is_left():
+    metadata, _ = gguf_metadata(load_tokenizer("bytes"), 384, "model")
+    read = gguf_tokenizer(metadata, "tiny.gguf")
+    for text in TEXTS:
+        assert read.encode(text).tolist() == list(text.encode())
+    with pytest.raises(UserError, match="no embedding is left for its result"):
+        gguf_metadata(load_tokenizer("bytes"), 257, "model")

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from pe_lab import storage
-from pe_lab.checkpoints.gguf_file import GgufSource
+from pe_lab.checkpoints.gguf.source import GgufSource
 from pe_lab.checkpoints.hub import download
 from pe_lab.checkpoints.huggingface import HuggingFaceSource
 from pe_lab.checkpoints.locating import DIRECTORY, lineage_entry

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -60,18 +60,13 @@ def forms(model: ModelConfig, layers: Sequence[Layer], options: WriteOptions, dt
     for tables in (False, True):
         try:
             config, layout = write_config(family, model, layers, replace(options, tables=tables), dtype)
-            table = family.table(model)
-            try:
-                tensors = tuple(table.tensors(model, layers))
-            except UnsupportedError as error:
-                raise UnsupportedError(f"{family.architecture} {error}.") from None
+            tensors = family.written_tensors(model, layers)
         except UnsupportedError:
             if not tables:
                 raise
             continue
         if not found or config != found[0].config:
-            neutral = tuple(table.neutral_tensors(model, tensors))
-            found.append(Form(family, config, layout, tensors + neutral))
+            found.append(Form(family, config, layout, tensors))
     return found
 
 
@@ -108,7 +103,10 @@ def choose_form(
                 raise
             reasons[each.model_type] = str(error)
     if not found:
-        raise UnsupportedError(_no_family(model, reasons))
+        advice = ""
+        if model.qk_norm not in ("none", "head"):
+            advice = "Nearest: surgery --add-qk-norm=head, which Qwen3 has (--family=llama_drope needs DroPE's code)."
+        raise UnsupportedError(no_family("transformers", reasons, advice))
     wanted = tuple(runtimes) or READERS
     own = [form for form in found if form.family.model_type == origin and not runtimes]
     best = min(own or found, key=lambda form: form.rank(wanted))  # the first of equals
@@ -123,15 +121,13 @@ def _families(origin: str) -> Iterator[Family]:
     return (FAMILIES[name] for name in names if FAMILIES[name].stock)
 
 
-def _no_family(model: ModelConfig, reasons: dict[str, str]) -> str:
+def no_family(runtime: str, reasons: Mapping[str, str], advice: str = "") -> str:
+    """The message about a model that no family of a runtime can express: the reasons of the nearest, and the advice."""
     # A family that holds the weights, and cannot express the encoding, is nearer than one that cannot hold them; of
     # those, the nearest are those of fewest differences.
     near = _holding(reasons) or dict(sorted(reasons.items(), key=lambda item: item[1].count(";"))[:4])
-    listed = "\n".join(f"  {reason}" for reason in _by_reason(near))
-    advice = ""
-    if model.qk_norm not in ("none", "head"):
-        advice = "\nNearest: surgery --add-qk-norm=head, which Qwen3 has (--family=llama_drope needs DroPE's code)."
-    return f"No architecture of transformers can express this model:\n{listed}{advice}"
+    listed = [f"  {reason}" for reason in _by_reason(near)]
+    return "\n".join([f"No architecture of {runtime} can express this model:", *listed, *([advice] if advice else [])])
 
 
 def _no_form(found: Sequence[Form], best: Form, runtimes: Sequence[str]) -> str:
@@ -161,12 +157,12 @@ def _why(found: Sequence[Form], best: Form, runtimes: Sequence[str], reasons: di
     return f"--family=auto: {name} ({why})." + "".join(f" Not {reason}" for reason in _by_reason(known))
 
 
-def _holding(reasons: dict[str, str]) -> dict[str, str]:
+def _holding(reasons: Mapping[str, str]) -> dict[str, str]:
     """The reasons of the families that hold the weights."""
     return {name: reason for name, reason in reasons.items() if "cannot hold this model" not in reason}
 
 
-def _by_reason(reasons: dict[str, str]) -> list[str]:
+def _by_reason(reasons: Mapping[str, str]) -> list[str]:
     """`NAMES: REASON` for each reason."""
     names: dict[str, list[str]] = {}
     for name, reason in reasons.items():

@@ -72,11 +72,11 @@ def _read(config: Mapping[str, Any], tensor_names: Sequence[str]) -> HuggingFace
     layers, length, rotated = family.positions.read(config, model)
     described = config.get(PE_LAB_KEY)
     if isinstance(described, Mapping):
-        layers, length = _as_described(described, layers, model, length)
+        layers, length = as_described(described, layers, model, length)
     return HuggingFaceConfig(family, model, layers, Layout(family.pairs, rotated), length)
 
 
-def _as_described(
+def as_described(
     described: Mapping[str, Any], layers: tuple[Layer, ...], model: ModelConfig, length: int
 ) -> tuple[tuple[Layer, ...], int]:
     """The layers and the training length of pe_lab's own key; of the others, if they were edited after the export."""
@@ -120,16 +120,9 @@ def write_config(
       UnsupportedError: the family cannot express the model.
       ConfigError: a `max_length` for an encoding whose scaling declares a length (PI, dynamic NTK, YaRN).
     """
-    kinds = list(dict.fromkeys(layers))
-    shape = family.write_model(model)
-    try:
-        positions = family.positions.write(layers, model, options)
-    except UnsupportedError as error:
-        raise UnsupportedError(f"{family.model_type} cannot express these layers: {error}") from None
     config: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
-        **shape,
         "initializer_range": model.init_std,
         "use_cache": True,
         # Some families' defaults are ids of one vocabulary: SmolLM3's padding exceeds a smaller one, and torch refuses.
@@ -138,12 +131,38 @@ def write_config(
         "eos_token_id": None,
         "torch_dtype": dtype,  # transformers 4
         "dtype": dtype,  # transformers 5
-        **positions,
+        **express(family, model, layers, options),
     }
     read = family.positions.read(config, model)
-    config[PE_LAB_KEY] = {
+    config[PE_LAB_KEY] = description(layers, options.training_length)
+    return config, Layout(family.pairs, read.rotated)
+
+
+def express(family: Family, model: ModelConfig, layers: Sequence[Layer], options: WriteOptions) -> dict[str, Any]:
+    """The keys of a family's config for the shape and the layers; raises as `write_config`."""
+    shape = family.write_model(model)
+    try:
+        positions = family.positions.write(layers, model, options)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{family.model_type} cannot express these layers: {error}") from None
+    return merged(shape, positions)
+
+
+def merged(config: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Two configs as one; of a key that both have as a set of keys, all of these."""
+    both = {
+        key: merged(config[key], more[key])
+        for key in config
+        if isinstance(more.get(key), Mapping) and isinstance(config[key], Mapping)
+    }
+    return {**config, **more, **both}
+
+
+def description(layers: Sequence[Layer], training_length: int) -> dict[str, Any]:
+    """pe_lab's own description of the layers, which `as_described` reads."""
+    kinds = list(dict.fromkeys(layers))
+    return {
         "kinds": [to_json(layer) for layer in kinds],
         "layers": [kinds.index(layer) for layer in layers],  # indices of kinds
-        "training_length": options.training_length,
+        "training_length": training_length,
     }
-    return config, Layout(family.pairs, read.rotated)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from pe_lab.checkpoints.families import FAMILIES, LAYERS, Family, Tensor
 from pe_lab.checkpoints.forms import choose_form
 from pe_lab.checkpoints.hf_config import MISSING
-from pe_lab.checkpoints.huggingface import DTYPES, INDEX, SINGLE, representable
+from pe_lab.checkpoints.huggingface import DTYPES, INDEX, SINGLE
 from pe_lab.checkpoints.rope_parameters import WriteOptions
 from pe_lab.checkpoints.source import CheckpointSource
 from pe_lab.config import ModelConfig
@@ -37,9 +38,9 @@ class Export:
     layout: Layout  # of their heads
     dtype: str  # one of `DTYPES`
     scales: tuple[float, ...]  # per layer, the factor to fold into its queries
-    folded: tuple[str, ...]  # the leaves of a layer that are multiplied by its factor
-    plus_one: bool  # they are scales of a norm that multiplies by 1 + w
-    notes: tuple[str, ...]  # why this family, and messages about folded scales and fixed encodings
+    folded: tuple[str, ...] = ()  # the leaves of a layer that are multiplied by its factor
+    plus_one: bool = False  # they are scales of a norm that multiplies by 1 + w
+    notes: tuple[str, ...] = ()  # why this family, and messages about folded scales and fixed encodings
 
     @property
     def size(self) -> int:
@@ -75,39 +76,53 @@ def plan_export(
     dtype = str(source.dtype) if dtype is None else dtype
     if dtype not in DTYPES:
         raise ConfigError(f"The weights would be written as {dtype}; give --dtype, one of {', '.join(DTYPES)}.")
-    if family is not None and family not in FAMILIES:
-        # A name of another architecture is near to one of these by its letters alone.
-        advice = f"It has {MISSING[family]}." if family in MISSING else did_you_mean(family, list(FAMILIES))
-        raise ConfigError(f"--family '{family}' is not known. {advice}")
+    chosen = None if family is None else named_family(family, FAMILIES)
     options = WriteOptions(source.training_length, max_length)
     try:
         layers, scales = exported_layers(source.layers, length)
-        chosen = None if family is None else FAMILIES[family]
         form, why = choose_form(source.model, layers, options, dtype, chosen, runtimes, source.origin)
-        folded, folds = _fold(source.model, scales, length)
+        export = Export(form.family, form.config, layers, form.tensors, form.layout, dtype, scales)
+        export = folding(export, source.model, length)
     except UnsupportedError as error:  # the functions above do not know the checkpoint
         raise UnsupportedError(f"{source.display_name}: {error}") from None
-    notes = [note for note in (why, folds) if note]
-    if any(a.encoding != b.encoding for a, b in zip(layers, source.layers, strict=True)):
-        notes.append(f"Encodings that depend on the length are written for {length:,} tokens.")
-    plus_one = source.model.qk_norm != "none" and source.model.norm == "rms_plus_one"
-    named = (form.family, form.config, layers, form.tensors, form.layout)
-    return Export(*named, dtype, scales, folded, plus_one, tuple(notes))
+    notes = [why] if why else []
+    return dataclasses.replace(export, notes=(*notes, *export.notes, *fixed_note(source, layers, length)))
 
 
-def _fold(model: ModelConfig, scales: Sequence[float], length: int | None) -> tuple[tuple[str, ...], str]:
-    """The leaves into which the scales of the layers are folded, and the message about it."""
+def named_family(name: str, families: Mapping[str, Family]) -> Family:
+    """The family that `--family` names; `ConfigError` if there is none."""
+    if name in families:
+        return families[name]
+    # A name of another architecture is near to one of these by its letters alone.
+    advice = f"It has {MISSING[name]}." if name in MISSING else did_you_mean(name, list(families))
+    raise ConfigError(f"--family '{name}' is not known. {advice}")
+
+
+def fixed_note(source: CheckpointSource, layers: Sequence[Layer], length: int | None) -> tuple[str, ...]:
+    """The message about encodings that were fixed at a length."""
+    if all(a.encoding == b.encoding for a, b in zip(layers, source.layers, strict=True)):
+        return ()
+    return (f"Encodings that depend on the length are written for {length:,} tokens.",)
+
+
+def folding(export: Export, model: ModelConfig, length: int | None) -> Export:
+    """The export with the leaves into which its scales are folded, and a note about them.
+
+    Raises:
+      UnsupportedError: the queries are clipped, so that no scale can be folded into them.
+    """
     norm = model.qk_norm != "none"
-    leaves = ("attention.query_norm.scale",) if norm else ("attention.query", "attention.query_bias")
-    changed = [scale for scale in scales if scale != 1]
+    folded = ("attention.query_norm.scale",) if norm else ("attention.query", "attention.query_bias")
+    changed = [scale for scale in export.scales if scale != 1]
     if not changed:
-        return leaves, ""
+        return export
     if model.qkv_clip:
         raise UnsupportedError("logit scales cannot be folded into queries that are clipped (model.qkv_clip).")
     where = "q_norm's weight" if norm else "q_proj (weight and bias)"
     values = ", ".join(f"{value:g}" for value in sorted({round(scale, 6) for scale in changed}))
     at = f" (its value at {length:,} tokens)" if length else ""
-    return leaves, f"Logit scale {values} folded into {where} of {len(changed)} layers{at}."
+    note = f"Logit scale {values} folded into {where} of {len(changed)} layers{at}."
+    return dataclasses.replace(export, folded=folded, plus_one=norm and model.norm == "rms_plus_one", notes=(note,))
 
 
 def write_huggingface(
@@ -160,17 +175,23 @@ def _write_shard(
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for tensor in tensors:
-            leaves = []
-            for path in tensor.paths:
-                leaf = source.read(path, tensor.index)
-                if tensor.layer is not None and path.removeprefix(LAYERS) in export.folded:
-                    leaf = _times(leaf, export.scales[tensor.layer], export.plus_one)
-                leaves.append(leaf)
-            array = tensor.join(leaves, export.layout)
-            if tensor.value is not None:
-                array = np.clip(array, *representable(export.dtype))
-            file.write(_cast(array, np.dtype(export.dtype), tensor.name).tobytes())
+            array = external(source, export, tensor)
+            if tensor.value is not None:  # a neutral -1e30 is the least number of float16
+                limits = ml_dtypes.finfo(np.dtype(export.dtype))
+                array = np.clip(array, float(limits.min), float(limits.max))
+            file.write(cast(array, np.dtype(export.dtype), tensor.name).tobytes())
             done(export.bytes_of(tensor))
+
+
+def external(source: CheckpointSource, export: Export, tensor: Tensor) -> np.ndarray:
+    """A tensor of an export, with its layer's scale folded into it, in the number format of the source."""
+    leaves = []
+    for path in tensor.paths:
+        leaf = source.read(path, tensor.index)
+        if tensor.layer is not None and path.removeprefix(LAYERS) in export.folded:
+            leaf = _times(leaf, export.scales[tensor.layer], export.plus_one)
+        leaves.append(leaf)
+    return tensor.join(leaves, export.layout)
 
 
 def _times(leaf: np.ndarray, scale: float, plus_one: bool) -> np.ndarray:
@@ -181,14 +202,15 @@ def _times(leaf: np.ndarray, scale: float, plus_one: bool) -> np.ndarray:
     return (leaf + 1) * np.float32(scale) - 1 if plus_one else leaf * np.float32(scale)
 
 
-def _cast(array: np.ndarray, kind: np.dtype, name: str) -> np.ndarray:
+def cast(array: np.ndarray, kind: np.dtype, name: str) -> np.ndarray:
+    """The array in another number format; `UnsupportedError` if some values become infinite there."""
     with np.errstate(over="ignore"):
-        cast = array.astype(kind, copy=False)
-    if not np.isfinite(cast).all():
+        found = array.astype(kind, copy=False)
+    if not np.isfinite(found).all():
         wider = {"float16": "Choose bfloat16.", "bfloat16": "Choose float32."}
         advice = wider.get(kind.name, "Its logit scale is too large to be folded into it.")
         raise UnsupportedError(f"tensor '{name}' does not fit into {kind.name}: some values become infinite. {advice}")
-    return cast
+    return found
 
 
 def exported_layers(layers: Sequence[Layer], length: int | None) -> tuple[tuple[Layer, ...], tuple[float, ...]]:
@@ -204,8 +226,8 @@ def exported_layers(layers: Sequence[Layer], length: int | None) -> tuple[tuple[
             if length is None:
                 raise UnsupportedError(
                     f"layer {n} scales its logits by 1 + {scale.coefficient:g} ln(n / {scale.original_length}), which "
-                    "depends on the length n, as in no architecture of transformers. Nearest: the scale of one length, "
-                    "folded into the weights, which --length=TOKENS does."
+                    "depends on the length n, as in no architecture of transformers or llama.cpp. Nearest: the scale "
+                    "of one length, folded into the weights, which --length=TOKENS does."
                 )
             scale = scale.at(length)
         encoding = layer.encoding if length is None else _at_length(layer.encoding, length)

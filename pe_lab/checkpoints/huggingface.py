@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -54,13 +53,7 @@ class HuggingFaceSource(TensorSource):
 
         Those are known: a copy of the embedding, as in many tied models, and tensors that do nothing (`NeutralTensor`).
         """
-        for tensor in neutral:
-            if tensor.name not in names:
-                continue
-            found = self._tensor(tensor.name)
-            written = np.clip(tensor.join([]), *representable(found.dtype)).astype(found.dtype)
-            if np.array_equal(found, written):
-                names.remove(tensor.name)
+        self.drop_neutral(names, neutral)
         embedding = self._by_leaf["token_embedder.embedding", None][0].name
         for head in ("lm_head.weight", "embed_out.weight"):
             if head not in names or not self.model.tie_embeddings:
@@ -137,9 +130,3 @@ def _open_all(directory: Path, files: list[str]) -> dict[str, tuple[str, tuple[i
                 f"{directory / file} is truncated, or not safetensors ({error}). Download it again."
             ) from None
     return found
-
-
-def representable(dtype: Any) -> tuple[float, float]:
-    """The least and the largest number of a dtype: a neutral -1e30 is the least number of float16."""
-    found = ml_dtypes.finfo(np.dtype(dtype))
-    return float(found.min), float(found.max)

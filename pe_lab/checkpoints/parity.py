@@ -21,10 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from pe_lab.checkpoints.checkpoint import Checkpoint
+from pe_lab.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from pe_lab.errors import CheckpointError, UnsupportedError
 from pe_lab.model import Model
 from pe_lab.positional import Alibi, Layer, build_schedule
+from pe_lab.storage.gguf_format import open_gguf
 
 BATCH, LENGTH = 2, 64
 # Float32 results of two libraries differ by a few 1e-6 of the largest logit, a wrong conversion by 1e-1 of it.
@@ -32,7 +33,10 @@ ABSOLUTE, RELATIVE = 2e-4, 2e-5
 # transformers rounds a frequency to float32, and multiplies: at position n an angle is off by about n 2**-24.
 PER_POSITION = 2.0**-23
 LAST_POSITION = 2**17  # beyond it that is more than 1.6% of the largest logit, which may hide a wrong scaling
+# llama.cpp rounds the inputs of products as it does the weights, and GELU to 16 bits: of the largest logit.
+ROUNDING = {"F32": 2e-3, "F16": 1e-2, "BF16": 3e-2, "Q8_0": 8e-2}
 SCRIPT = Path(__file__).with_name("transformers_logits.py")
+LLAMA_CPP = Path(__file__).with_name("llama_cpp_logits.py")
 
 
 @dataclass(frozen=True)
@@ -43,10 +47,11 @@ class Parity:
     largest: float  # largest absolute logit
     agreement: float  # share of positions whose most probable next token is the same
     last: int  # position of the last token
+    rounding: float = RELATIVE  # allowed, of the largest logit
 
     @property
     def passed(self) -> bool:
-        relative = RELATIVE + (PER_POSITION * self.last if self.last >= LENGTH else 0.0)
+        relative = self.rounding + (PER_POSITION * self.last if self.last >= LENGTH else 0.0)
         return self.difference <= max(ABSOLUTE, relative * self.largest)
 
     def __str__(self) -> str:
@@ -124,6 +129,11 @@ def transformers_logits(
     return script_logits(SCRIPT, python, options, passes, f"transformers cannot read '{external}'")
 
 
+def llama_cpp_logits(file: Path, python: str, passes: Sequence[Passes]) -> list[Float[np.ndarray, "P B T V"]]:
+    """The logits of a GGUF file by llama.cpp; see `script_logits`."""
+    return script_logits(LLAMA_CPP, python, [f"--model={file}"], passes, f"llama.cpp cannot read '{file}'")
+
+
 def compare(checkpoint: Checkpoint, external: Path, python: str, gguf_file: str | None = None) -> tuple[Parity, Parity]:
     """Compares the float32 logits of a checkpoint by pe_lab and of a directory by transformers.
 
@@ -155,6 +165,33 @@ def compare(checkpoint: Checkpoint, external: Path, python: str, gguf_file: str 
 
     near, far = map(verdict, positions, expected)
     return near, far
+
+
+def compare_with_llama_cpp(file: Path, python: str) -> Parity:
+    """Compares the logits of a GGUF file by pe_lab and by llama.cpp, at consecutive positions: it takes no others.
+
+    The weights are those of the file on both sides. `python` is an interpreter with llama_cpp.
+
+    Raises:
+      CheckpointError: llama.cpp cannot read it; with the last line of its error.
+    """
+    checkpoint = open_checkpoint(f"gguf:{file}")
+    model = Model(dataclasses.replace(checkpoint.model, dtype="float32"))
+    config = model.config
+    positions = compared_positions(int(checkpoint.metadata["training_length"]), checkpoint.layers)[0]
+    tokens = fixed_batch(config.vocab_size)[:, : len(positions)]
+    ((theirs,),) = llama_cpp_logits(file, python, [(tokens, positions[None])])
+    schedule = build_schedule(checkpoint.layers, config.heads, config.kv_heads, config.head_dim, len(positions))
+    inputs = jnp.asarray(tokens), jnp.asarray(positions)[None]
+    found = np.asarray(jax.jit(model.apply)(checkpoint.params, *inputs, None, schedule))
+    kinds = {one.kind for one in open_gguf(file, CheckpointError, lambda key: False).tensors.values()}
+    return Parity(
+        difference=float(np.abs(found - theirs).max()),
+        largest=float(np.abs(theirs).max()),
+        agreement=float((found.argmax(-1) == theirs.argmax(-1)).mean()),
+        last=len(positions) - 1,
+        rounding=max(ROUNDING[kind] for kind in kinds),
+    )
 
 
 def fits_twice(model_bytes: int) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
@@ -82,6 +83,17 @@ class TensorSource(CheckpointSource):
         known = {tensor.name for tensor in tensors}
         return [name for name in stored if name not in known and not name.endswith(table.ignored)]
 
+    def drop_neutral(self, names: list[str], neutral: Sequence[Tensor]) -> None:
+        """Removes from names that are left over those of tensors that do nothing (`NeutralTensor`)."""
+        for tensor in neutral:
+            if tensor.name not in names:
+                continue
+            found = self._tensor(tensor.name)
+            limits = ml_dtypes.finfo(found.dtype)
+            written = np.clip(tensor.join([]), float(limits.min), float(limits.max)).astype(found.dtype)
+            if np.array_equal(found, written):
+                names.remove(tensor.name)
+
     @abstractmethod
     def _tensor(self, name: str, rows: slice = slice(None)) -> np.ndarray:
         """A tensor, or rows of it, in a number format that numpy has."""
@@ -93,7 +105,7 @@ class TensorSource(CheckpointSource):
             each = [check_finite(self._tensor(one.name), one.name, self.display_name) for one in (tensor, *others)]
             return canonical_leaf(leaf, np.stack(each), self._layout)
         if rows != slice(None):
-            return check_finite(self._tensor(tensor.name, rows), tensor.name, self.display_name)
+            return tensor.weights(check_finite(self._tensor(tensor.name, rows), tensor.name, self.display_name), leaf)
         if self._last is None or self._last[0] != tensor.name:
             self._last = tensor.name, check_finite(self._tensor(tensor.name), tensor.name, self.display_name)
         array = tensor.split(self._last[1], leaf, self._layout)

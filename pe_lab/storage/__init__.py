@@ -1,7 +1,7 @@
 """Files and directories, local and on object stores: atomic writes, JSON and JSON lines, logs, copies."""
 
 from pe_lab.storage.directories import check_checkpoints, check_place, local_copy, new_directory, unfinished
-from pe_lab.storage.files import create_file, replace_file, write_file, write_files
+from pe_lab.storage.files import create_file, new_file, replace_file, write_file, write_files
 from pe_lab.storage.inputs import InputFile, find_files, local_matches, open_file
 from pe_lab.storage.json_files import (
     json_object,

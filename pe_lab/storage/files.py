@@ -10,10 +10,10 @@ import errno
 import fcntl
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from pe_lab.errors import DataError
+from pe_lab.errors import ConfigError, DataError
 from pe_lab.storage.paths import AnyPath, filesystem, is_remote, post, put, read_bytes, store_errors
 
 
@@ -64,6 +64,33 @@ def _write_local(files: Mapping[Path, bytes], advice: str, private: bool) -> Non
         for temporary, _ in renames:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def new_file(path: Path, option: str) -> Iterator[Path]:
+    """A name for a file to fill, which becomes `path` when the block ends, and is removed if the block raises.
+
+    For files that are too large for `write_file`, on a disk. `option` is the flag that named it, for messages.
+
+    Raises:
+      ConfigError: `path` exists, or cannot be written.
+    """
+    path = path.absolute()
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, "it exists")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        if os.path.lexists(path):  # made in the meantime
+            raise FileExistsError(errno.EEXIST, "it exists")
+        temporary.rename(path)
+    except OSError as error:
+        raise ConfigError(
+            f"{option} '{path}' cannot be written ({error.strerror or error}). Give another place."
+        ) from None
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -133,6 +133,7 @@ class Gguf(Kind):
 
     def read(self) -> None:
         from pe_lab.checkpoints.gguf_file import GgufSource
+
         from pe_lab.data.tokenizers import load_tokenizer
         from pe_lab.errors import UserError
 

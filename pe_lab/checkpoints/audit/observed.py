@@ -18,12 +18,11 @@ from pe_lab.checkpoints.audit.search import Batch
 from pe_lab.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from pe_lab.checkpoints.families import leaf_paths
 from pe_lab.checkpoints.families.tensors import ROTATED
-from pe_lab.checkpoints.parity import LENGTH, compared_positions, script_logits, transformers_logits
+from pe_lab.checkpoints.parity import LENGTH, compared_positions, llama_cpp_logits, transformers_logits
 from pe_lab.checkpoints.source import nested
 from pe_lab.errors import CheckpointError, DataError, UnsupportedError
 from pe_lab.positional import Layer
 
-LLAMA_CPP = Path(__file__).with_name("llama_cpp_logits.py")
 SEQUENCES = 2
 SHORTEST, LONGEST = 320, 1152  # default lengths: bfloat16 counts to 256; Gemma 3's windows have 1,024 tokens
 SCREENED = 64  # tokens of a long batch at which hypotheses are tried first
@@ -93,7 +92,7 @@ def by_llama_cpp(file: Path, python: str, batch: Batch) -> Observed:
     It rounds the inputs of products to 16 or 8 bits where the weights have so many, and GELU to 16 bits.
     """
     passes = [(batch.tokens, batch.positions[None])]
-    (found,) = script_logits(LLAMA_CPP, python, [f"--model={file}"], passes, f"llama.cpp cannot read '{file}'")
+    (found,) = llama_cpp_logits(file, python, passes)
     return _finite(_screened("llama.cpp", batch, found[0]))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
-from pe_lab.checkpoints.families.tensors import TensorTable
+from pe_lab.checkpoints.families.tensors import Tensor, TensorTable
 from pe_lab.checkpoints.rope_parameters import WriteOptions
 from pe_lab.config import ModelConfig
 from pe_lab.errors import CheckpointError, UnsupportedError
@@ -81,7 +81,7 @@ class Key:
 
 def same_as(key: str) -> Callable[[Config], Any]:
     """A default: the value of another key."""
-    return lambda config: config.get(key)
+    return lambda config: lookup(config, key)
 
 
 def times(key: str, factor: int) -> Callable[[Config], Any]:
@@ -170,6 +170,15 @@ class Family:
     def table(self, model: ModelConfig) -> TensorTable:
         """The tensors of models of this shape."""
         return self.tensors if isinstance(self.tensors, TensorTable) else self.tensors(model)
+
+    def written_tensors(self, model: ModelConfig, layers: Sequence[Layer]) -> tuple[Tensor, ...]:
+        """The tensors of an export, in order; `UnsupportedError` for leaves that the family has no name for."""
+        table = self.table(model)
+        try:
+            tensors = tuple(table.tensors(model, layers))
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{self.architecture} {error}.") from None
+        return tensors + tuple(table.neutral_tensors(model, tensors))
 
     @property
     def one_value(self) -> dict[str, Any]:

@@ -119,7 +119,7 @@ def check_layers(layers: Sequence[Layer], extras: tuple[type[Encoding], ...] = (
     for n, layer in enumerate(layers):
         if layer.heads:
             raise UnsupportedError(
-                f"layer {n} has heads that differ ({len(layer.heads)} edits), which transformers cannot express. "
+                f"layer {n} has heads that differ ({len(layer.heads)} edits), which this architecture cannot express. "
                 "Nearest: the same layer with one encoding for all heads."
             )
         if others := [extra for extra in layer.extras if not isinstance(extra, extras)]:

@@ -8,6 +8,7 @@ the number of one layer. `LEAVES` has the conversion of each kind of leaf: Huggi
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -106,6 +107,8 @@ class TensorTable:
       transposed: matrices of layers are [in, out] (GPT-2's Conv1D).
       neutral: tensors to write for models that lack their leaves.
       ignored: endings of tensors without weights: masks and tables of old files.
+      plus_one: norms that multiply by 1 + w are stored as 1 + w (GGUF).
+      head_norms: norms of single heads keep their axis of heads (GGUF's stablelm).
     """
 
     modules: Mapping[str, str | Fused]
@@ -113,14 +116,15 @@ class TensorTable:
     transposed: bool = False
     neutral: tuple[NeutralTensor, ...] = ()
     ignored: tuple[str, ...] = ()
+    plus_one: bool = False
+    head_norms: bool = False
 
     def changed(
         self, modules: Mapping[str, str | Fused] | None = None, without: Sequence[str] = (), **fields: Any
     ) -> TensorTable:
         """This table with other leaves in some modules, and without others; for a family that differs in few names."""
         kept = {name: leaf for name, leaf in self.modules.items() if name not in without}
-        own = {name: getattr(self, name) for name in ("parameters", "transposed", "neutral", "ignored")}
-        return TensorTable(kept | dict(modules or {}), **own | fields)
+        return dataclasses.replace(self, modules=kept | dict(modules or {}), **fields)
 
     def tensors(self, model: ModelConfig, layers: Sequence[Layer] = ()) -> list[Tensor]:
         """The tensors of a model of this shape; `UnsupportedError` for leaves that the family has no name for.
@@ -143,7 +147,8 @@ class TensorTable:
             for index, layer in enumerate(at) if at is not None else [(None, None)]:
                 for head in heads:
                     own = name.format(n=layer, h=head)
-                    found.append(Tensor(own, paths, index, layer, of_leaves, how, self.transposed, head))
+                    more = {"plus_one": self.plus_one, "head_norms": self.head_norms}
+                    found.append(Tensor(own, paths, index, layer, of_leaves, how, self.transposed, head, **more))
         missing = sorted(set(shapes) - {path for tensor in found for path in tensor.paths})
         if missing:
             raise UnsupportedError(f"has no tensors for {', '.join(missing)}")
@@ -179,6 +184,7 @@ class Tensor:
       transposed: a matrix is [in, out].
       row: of the leaf's first axis, which this tensor holds; None: it holds the leaf.
       value: of all elements of a neutral tensor, which holds no leaf.
+      plus_one, head_norms: see `TensorTable`.
     """
 
     name: str
@@ -190,6 +196,8 @@ class Tensor:
     transposed: bool = False
     row: int | None = None
     value: float | None = None
+    plus_one: bool = False
+    head_norms: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -209,7 +217,11 @@ class Tensor:
         array = array.T if self._is_transposed(array.shape) else array
         if self.how is not None:
             array = self._part(array, at)
-        return canonical_leaf(path, _leaf(path, shape).to_native(array, shape), layout)
+        return canonical_leaf(path, self._leaf(path, shape).to_native(self.weights(array, path), shape), layout)
+
+    def weights(self, array: Piece, path: str) -> Piece:
+        """The external values of a leaf, or of rows of it, without the 1 that norms may be stored with."""
+        return array.astype(np.float32) - 1 if self.plus_one and path.endswith("norm.scale") else array
 
     def join(self, leaves: Sequence[Piece], layout: Layout = CANONICAL) -> Piece:
         """The external tensor of native leaves in the order of `paths`; the inverse of `split`."""
@@ -218,13 +230,18 @@ class Tensor:
         flat = []
         for path, shape, leaf in zip(self.paths, self.shapes, leaves, strict=True):
             leaf = from_canonical(leaf, layout) if path.removeprefix(LAYERS) in ROTATED else leaf
-            flat.append(leaf[self.row] if self.row is not None else _leaf(path, shape).to_external(leaf))
+            if self.plus_one and path.endswith("norm.scale"):
+                leaf = leaf.astype(np.float32) + 1
+            flat.append(leaf[self.row] if self.row is not None else self._leaf(path, shape).to_external(leaf))
         whole = flat[0] if self.how is None else self._joined(flat)
         return np.ascontiguousarray(whole.T if self._is_transposed(whole.shape) else whole)
 
     def _external_shapes(self) -> list[tuple[int, ...]]:
         parts = zip(self.paths, self.shapes, strict=True)
-        return [_leaf(path, shape).external_shape(shape) for path, shape in parts]
+        return [self._leaf(path, shape).external_shape(shape) for path, shape in parts]
+
+    def _leaf(self, path: str, shape: tuple[int, ...]) -> Leaf:
+        return _SAME if self.head_norms and path.endswith("_norm.scale") else _leaf(path, shape)
 
     def _is_transposed(self, shape: tuple[int, ...]) -> bool:
         return self.transposed and len(shape) == 2 and _leaf(self.paths[0], self.shapes[0]) is not _SAME

@@ -1,4 +1,4 @@
-"""GGUF files of the llama family, written here as llama.cpp's converter writes them."""
+"""GGUF files, written here as llama.cpp's converter and gguf-split write them."""
 
 import os
 
@@ -10,7 +10,7 @@ from checkpoints.external import DATA, as_array, golden, logits, read_tensors
 from pe_lab import load
 from pe_lab.checkpoints import source
 from pe_lab.checkpoints.checkpoint import open_checkpoint
-from pe_lab.checkpoints.gguf_file import GgufSource
+from pe_lab.checkpoints.gguf.source import GgufSource
 from pe_lab.convert import main
 from pe_lab.errors import UserError
 from pe_lab.positional import PI, Layer, LongRope, NoPE, Rope, Yarn, frequencies
@@ -263,8 +263,8 @@ def lacking(name):
 
 ONE = np.ones(4, np.float32)
 BROKEN = {
-    "no layers": (without("llama.block_count"), "lacks 'llama.block_count'"),
-    "no heads": (without("llama.attention.head_count"), "lacks 'llama.attention.head_count'"),
+    "no layers": (without("llama.block_count"), "block_count is missing"),
+    "no heads": (without("llama.attention.head_count"), "attention.head_count is missing"),
     "experts": (saying(expert_count=8), "mixture of 8 experts"),
     "part of a head": (saying(rope__dimension_count=4), "4 of 8 channels rotate"),
     "an unknown scaling": (saying(rope__scaling__type="su"), "rope scaling 'su' is unknown"),
@@ -274,10 +274,7 @@ BROKEN = {
         saying(rope__scaling__type="yarn", rope__scaling__factor=4.0, rope__scaling__yarn_attn_factor=0.5),
         "yarn_attn_factor is 0.5",
     ),
-    "a strength of another scaling": (
-        saying(rope__scaling__attn_factor=0.7),
-        "its attention factor 0.7, its tables none",
-    ),
+    "a strength that is no number": (saying(rope__scaling__attn_factor="x"), "attn_factor is 'x'; it must be a number"),
     "another shape": (
         saying(feed_forward_length=40),
         r"'blk.0.ffn_gate.weight' has shape \[48, 32\], and its metadata gives \[40, 32\]",
@@ -339,8 +336,76 @@ def test_other_files_and_architectures(tmp_path, capsys):
     with pytest.raises(UserError, match="is not a GGUF file: it does not begin with GGUF"):
         GgufSource(path)
     assert_refused(path, tmp_path, capsys)
-    write(path, {}, {}, architecture="qwen3")
-    with pytest.raises(
-        UserError, match="the architecture is 'qwen3'; pe_lab reads llama.*Hugging Face directories it reads .*qwen3"
-    ):
+    write(path, {}, {}, architecture="qwen3moe")
+    with pytest.raises(UserError, match="the architecture is 'qwen3moe'; pe_lab reads qwen2, llama.* from GGUF"):
         GgufSource(path)
+
+
+def split(directory, parts=3):
+    """The files of a split model, by the gguf package."""
+    tensors = tensors_of("llama", 4, 2)
+    writer = gguf.GGUFWriter(directory / "model.gguf", "llama", split_max_tensors=-(-len(tensors) // parts))
+    for key, value in SHAPE.items():
+        (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(key, value)
+    for name, array in tensors.items():
+        writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    files = sorted(directory.glob("*.gguf"))
+    assert [file.name for file in files] == [f"model-{n:05}-of-{parts:05}.gguf" for n in range(1, parts + 1)]
+    return files
+
+
+@pytest.mark.parametrize("given", [0, 1, 2])
+def test_a_split_model_is_read_by_any_of_its_files(given, tmp_path):
+    files = split(tmp_path)
+    assert difference(files[given], "llama") <= 2e-4
+    assert GgufSource(files[given]).path == files[0]
+
+
+def test_a_split_model_with_a_file_that_is_missing_or_misplaced(tmp_path, capsys):
+    first, second, third = split(tmp_path)
+    third.rename(tmp_path / "third")
+    with pytest.raises(UserError, match="one of 3 files, of which 'model-00003-of-00003.gguf' are missing"):
+        GgufSource(first)
+    assert_refused(second, tmp_path, capsys)
+    third.write_bytes(second.read_bytes())
+    with pytest.raises(UserError, match="00003-of-00003.gguf says that it is file 2 of 3, and its name says 3 of 3"):
+        GgufSource(first)
+    third.write_bytes((tmp_path / "third").read_bytes())
+    first.rename(tmp_path / "renamed.gguf")
+    with pytest.raises(UserError, match="names end in -00001-of-00003.gguf"):
+        GgufSource(tmp_path / "renamed.gguf")
+
+
+QUANTS = np.load(DATA.parent / "gguf_quants_golden.npz")  # by tests/data/make_gguf_quants_golden.py, with ggml
+
+
+@pytest.mark.parametrize("kind", [name.removesuffix("_bytes") for name in QUANTS if name.endswith("_bytes")])
+def test_every_format_gives_the_numbers_of_ggml(kind, tmp_path):
+    """The embedding of a model of 256 channels, and one that gguf does not know."""
+    eye, ones = np.zeros((256, 256), np.float32), np.ones(256, np.float32)
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    fields = {"block_count": 1, "embedding_length": 256, "feed_forward_length": 256, "attention.head_count": 1}
+    for key, value in fields.items():
+        writer.add_uint32(f"llama.{key}", value)
+    writer.add_tensor("token_embd.weight", QUANTS[f"{kind}_bytes"], raw_dtype=KIND[kind])
+    for name in NAMES.values():
+        if not name.startswith(("token", "output")):
+            writer.add_tensor(f"blk.0.{name}.weight", ones if "norm" in name else eye)
+    writer.add_tensor("output_norm.weight", ones)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    source = GgufSource(tmp_path / "model.gguf")
+    if kind == "Q1_0":
+        with pytest.raises(UserError, match="is Q1_0, which gguf cannot dequantize"):
+            source.read("token_embedder.embedding")
+        return
+    np.testing.assert_array_equal(source.read("token_embedder.embedding"), QUANTS[f"{kind}_numbers"])
+    np.testing.assert_array_equal(
+        source.read("token_embedder.embedding", rows=slice(1, 2)), QUANTS[f"{kind}_numbers"][1:]
+    )
