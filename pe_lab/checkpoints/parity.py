@@ -97,12 +97,14 @@ def compared_positions(training_length: int, layers: Sequence[Layer] = ()) -> In
     return np.stack([count, far]).astype(np.int32)
 
 
-Passes = tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "P T"]]  # tokens, and where they stand in each of P passes
+# Tokens [B, T], where they stand in each of P passes [P, T], and logits [P, B, T, V]; T differs between batches.
+Passes = tuple[Int[np.ndarray, "_ _"], Int[np.ndarray, "_ _"]]
+PassLogits = Float[np.ndarray, "_ _ _ _"]
 
 
 def script_logits(
     script: Path, python: str, options: Sequence[str], passes: Sequence[Passes], failure: str
-) -> list[Float[np.ndarray, "P B T V"]]:
+) -> list[PassLogits]:
     """The float32 logits that a script computes in its own process, of each of `passes`.
 
     Raises:
@@ -123,7 +125,7 @@ def script_logits(
 
 def transformers_logits(
     external: Path, python: str, passes: Sequence[Passes], gguf_file: str | None = None
-) -> list[Float[np.ndarray, "P B T V"]]:
+) -> list[PassLogits]:
     """The logits of a directory, or of a GGUF file in it, by transformers; see `script_logits`."""
     options = [f"--model={external}", *([f"--gguf-file={gguf_file}"] if gguf_file else [])]
     return script_logits(SCRIPT, python, options, passes, f"transformers cannot read '{external}'")
