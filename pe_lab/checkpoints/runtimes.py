@@ -35,8 +35,8 @@ _UNSCALED = ("gemma", "gemma2", "stablelm", "starcoder2")
 
 
 @dataclass(frozen=True)
-class Fault:
-    """How the results of a runtime differ in most families, and in the `others`, by `model_type`; "": not at all."""
+class ByFamily:
+    """How the results of a runtime differ in most families, and in `others`, by `model_type`; "": not at all."""
 
     most: str
     others: Mapping[tuple[str, ...], str]
@@ -57,12 +57,12 @@ class Content:
 
     name: str  # for messages and the table
     has: Callable[[Config], bool]  # whether a `config.json` contains it
-    not_right: Mapping[str, str | Fault] = field(default_factory=dict)  # by runtime, how and why
+    not_right: Mapping[str, str | ByFamily] = field(default_factory=dict)  # by runtime, how and why
 
     def reason(self, runtime: str, config: Config) -> str:
         """How and why the results of a runtime differ for an export with this content; "": they do not."""
         fault = self.not_right.get(runtime, "")
-        return fault.of(config["model_type"]) if isinstance(fault, Fault) else fault
+        return fault.of(config["model_type"]) if isinstance(fault, ByFamily) else fault
 
 
 def _rope(config: Config, layers: str = "full_attention") -> Mapping[str, Any]:
@@ -139,7 +139,7 @@ CONTENTS: tuple[Content, ...] = (
         "llama3",
         lambda c: _kind(c) == "llama3",
         {
-            LLAMA_CPP: Fault(
+            LLAMA_CPP: ByFamily(
                 "",
                 {
                     ("qwen2", "qwen3", "olmo2", "olmo3", "starcoder2", "glm4"): "wrong: it drops the scaling",
@@ -156,7 +156,7 @@ CONTENTS: tuple[Content, ...] = (
     Content(
         "YaRN with mscale, without an attention factor",
         lambda c: _kind(c) == "yarn" and "mscale" in _rope(c) and "attention_factor" not in _rope(c),
-        {LLAMA_CPP: Fault("wrong: its converter drops mscale", {("ministral3",): ""})},
+        {LLAMA_CPP: ByFamily("wrong: its converter drops mscale", {("ministral3",): ""})},
     ),
     Content(
         "YaRN with other betas, or without rounding",
@@ -168,8 +168,8 @@ CONTENTS: tuple[Content, ...] = (
         lambda c: _kind(c) == "dynamic",
         {
             LLAMA_CPP: "wrong beyond the training length: it ignores the scaling",
-            VLLM: Fault("wrong beyond the training length: its table ends there", {_TRANSFORMERS_IN_VLLM: ""}),
-            SGLANG: Fault(
+            VLLM: ByFamily("wrong beyond the training length: its table ends there", {_TRANSFORMERS_IN_VLLM: ""}),
+            SGLANG: ByFamily(
                 "wrong: it has one base for all lengths, that of the longest",
                 {(*_TRANSFORMERS_IN_SGLANG, "gemma3_text"): ""},
             ),
@@ -179,12 +179,12 @@ CONTENTS: tuple[Content, ...] = (
         "LongRoPE with two tables",
         lambda c: _kind(c) == "longrope" and not _table(c),
         {
-            LLAMA_CPP: Fault(_DROPS_TABLES, {("phi3",): "wrong for short sequences in a long context: the long table"}),
-            VLLM: Fault(
+            LLAMA_CPP: ByFamily(_DROPS_TABLES, {("phi3",): "wrong for short sequences in a long context: the long table"}),
+            VLLM: ByFamily(
                 f"{_LONG_ON_REQUEST}; then wrong for short sequences: the long table",
                 {tuple(name for name in _TRANSFORMERS_IN_VLLM if name != "olmo3"): _LONG_ON_REQUEST} | _NO_ADJACENT,
             ),
-            SGLANG: Fault(
+            SGLANG: ByFamily(
                 "wrong: the table changes within a sequence that outgrows the original length",
                 {_TRANSFORMERS_IN_SGLANG: "", ("gemma3_text",): "wrong beyond the original length"} | _NO_ADJACENT,
             ),
@@ -194,17 +194,17 @@ CONTENTS: tuple[Content, ...] = (
         "one table (p-RoPE, partial RoPE, a factor that is no whole length; 1e30 for no encoding)",
         _table,
         {
-            LLAMA_CPP: Fault(_DROPS_TABLES, {("phi3",): ""}),
-            VLLM: Fault("", _NO_ADJACENT),
-            SGLANG: Fault("", _NO_ADJACENT),
+            LLAMA_CPP: ByFamily(_DROPS_TABLES, {("phi3",): ""}),
+            VLLM: ByFamily("", _NO_ADJACENT),
+            SGLANG: ByFamily("", _NO_ADJACENT),
         },
     ),
     Content(
         "no encoding on any layer, as `linear` with 1e30",
         lambda c: _kind(c) == "dropped",
         {
-            VLLM: Fault(_ROWS, {_TRANSFORMERS_IN_VLLM: _times_1e30("--max-model-len")}),
-            SGLANG: Fault(
+            VLLM: ByFamily(_ROWS, {_TRANSFORMERS_IN_VLLM: _times_1e30("--max-model-len")}),
+            SGLANG: ByFamily(
                 _ROWS,
                 {(*_TRANSFORMERS_IN_SGLANG, *_UNSCALED): _times_1e30("--context-length"), ("gemma3_text",): ""},
             ),
@@ -250,8 +250,8 @@ CONTENTS: tuple[Content, ...] = (
         lambda c: _is(c, "qwen3", "smollm3", "gemma") and bool(c.get("attention_bias")),
         {
             LLAMA_CPP: "does not start: it has no such biases",
-            VLLM: Fault("wrong: it drops biases", {("smollm3",): ""}),
-            SGLANG: Fault("", {("gemma",): "wrong: it drops biases"}),
+            VLLM: ByFamily("wrong: it drops biases", {("smollm3",): ""}),
+            SGLANG: ByFamily("", {("gemma",): "wrong: it drops biases"}),
         },
     ),
     Content(
