@@ -200,10 +200,11 @@ def _yarn(factor: float = 4, base: float = 500.0, length: int = TRAINED, **optio
 
 _R = Rope(500.0)
 _IN_WINDOWS = Layer(_R, WINDOW)
-# DroPE's layout, which no runtime has; and other Llamas, whose rotations are below.
-_LLAMAS = {name for name in families() if name.startswith("llama")} - {"llama_bias", "llama_head_dim"}
+# DroPE's layout, which no runtime has; other Llamas, whose rotations are below; Gemma 3 with PI on more tokens than are
+# read.
+_LEFT_OUT = {name for name in families() if name.startswith("llama")} - {"llama_bias", "llama_head_dim"} | {"gemma3"}
 VARIANTS = (
-    *(Variant(name, "as it is") for name in families() if name not in _LLAMAS),
+    *(Variant(name, "as it is") for name in families() if name not in _LEFT_OUT),
     *(variant for base in _FAMILIES for variant in _of_family(base)),
     Variant("llama", "p-RoPE", (Rope(500.0, 0.5),)),
     Variant("llama", "partial RoPE", (PartialRope(500.0, 0.5),)),
@@ -355,7 +356,7 @@ def failures(runtime: str, computed: Computed, result: Result) -> set[str]:
     return kinds
 
 
-# Those in which a runtime has another GELU, which differs by 4e-3 in logits at most.
+# Those in which a runtime has another GELU (llama.cpp's is a table in float16), which differs by 6e-3 in logits at most.
 OTHER_GELU = {
     LLAMA_CPP: ("gemma", "gemma2", "gemma3_text", "gpt_neox", "bloom", "falcon", "starcoder2"),
     SGLANG: ("gemma",),
@@ -365,7 +366,7 @@ OTHER_GELU = {
 
 def tolerance(runtime: str, config: Mapping[str, Any]) -> float:
     """The largest difference of a logit that is called right."""
-    return 4e-3 if config["model_type"] in OTHER_GELU[runtime] else 2e-5
+    return 8e-3 if config["model_type"] in OTHER_GELU[runtime] else 1e-4
 
 
 def rotations_agree(computed: Computed, result: Result) -> bool:
