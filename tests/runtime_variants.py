@@ -356,7 +356,7 @@ def failures(runtime: str, computed: Computed, result: Result) -> set[str]:
     return kinds
 
 
-# Those in which a runtime has another GELU (llama.cpp's is a table in float16), which differs by 6e-3 in logits at most.
+# Those in which a runtime has another GELU (in llama.cpp a table in float16); it changes logits by 6e-3 at most.
 OTHER_GELU = {
     LLAMA_CPP: ("gemma", "gemma2", "gemma3_text", "gpt_neox", "bloom", "falcon", "starcoder2"),
     SGLANG: ("gemma",),
