@@ -13,12 +13,18 @@ from pathlib import Path
 
 import torch
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GemmaConfig,
     GemmaForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
@@ -55,6 +61,22 @@ MODELS = {
     "gemma_2b": (
         GemmaForCausalLM,
         GemmaConfig(**dict(zip(NAMES, (256000, 18, 2048, 16384, 8, 1, True), strict=True)), head_dim=256),
+    ),
+    "gemma3_1b": (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig(**dict(zip(NAMES, (262144, 26, 1152, 6912, 4, 1, True), strict=True)), head_dim=256),
+    ),
+    "gemma3_4b": (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig(**dict(zip(NAMES, (262208, 34, 2560, 10240, 8, 4, True), strict=True)), head_dim=256),
+    ),
+    "olmo2_1b": (
+        Olmo2ForCausalLM,
+        Olmo2Config(**dict(zip(NAMES, (100352, 16, 2048, 8192, 16, 16, False), strict=True))),
+    ),
+    "olmo3_7b": (
+        Olmo3ForCausalLM,
+        Olmo3Config(**dict(zip(NAMES, (100278, 32, 4096, 11008, 32, 32, False), strict=True))),
     ),
     "pythia_1b": (
         GPTNeoXForCausalLM,
