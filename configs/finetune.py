@@ -41,8 +41,7 @@ import re
 
 from ml_collections import ConfigDict
 
-from pe_lab.errors import ConfigError
-from pe_lab.recipes import AUTO, phase, recipe_arguments
+from pe_lab.recipes import AUTO, corpus, number, phase, recipe_arguments
 
 # device -> steps, length, batch
 DEVICES = {"cpu": (20, 256, 8), "gpu": (1000, 1024, 32)}
@@ -54,7 +53,7 @@ def get_config(arg: str = "") -> ConfigDict:
     arguments = recipe_arguments(arg, device=tuple(DEVICES), name="", chat="", teacher="", **free)
     steps, length, batch = DEVICES[arguments["device"]]
     steps, length, batch = (
-        _number(arguments, key, int) or default
+        number(arguments, key, int) or default
         for key, default in (("steps", steps), ("length", length), ("batch", batch))
     )
     start, source, chat = arguments["from"].rstrip("/"), arguments["data"], arguments["chat"]
@@ -62,17 +61,15 @@ def get_config(arg: str = "") -> ConfigDict:
 
     config = ConfigDict()
     config.name = arguments["name"] or f"finetune_{last or 'run'}"
-    of_chats = dict(chat=chat) if chat else {}
-    if source in ("stdlib", "prose") or ":" in source:
-        config.data = dict(sources=[dict(source=source, **of_chats)], validation_fraction=0.05)
-    else:
-        config.data = dict(prepared=source, **(dict(sources=[of_chats]) if chat else {}))
+    config.data = corpus(source, **(dict(chat=chat) if chat else {}))
+    if "prepared" not in config.data:
+        config.data.validation_fraction = 0.05
     if chat:
         config.data.update(packing="best_fit", segments=True)  # no chat is cut that fits, and none sees another
     config.model = dict(dtype="float32", loss_chunks=4)
     if arguments["device"] == "gpu":
         config.model = dict(dtype="bfloat16", **AUTO)
-    rate = _number(arguments, "rate", float)
+    rate = number(arguments, "rate")
     config.phases = [
         phase(
             name="finetune",
@@ -105,10 +102,3 @@ def get_config(arg: str = "") -> ConfigDict:
         expected="a lower validation loss than before the first step",
     )
     return config
-
-
-def _number(arguments: dict[str, str], key: str, kind: type) -> float:
-    try:
-        return kind(arguments[key])
-    except ValueError:
-        raise ConfigError(f"{key}={arguments[key]} is not a number.") from None

@@ -254,6 +254,25 @@ def recipe_arguments(arg: str, **allowed: str | Sequence[str]) -> dict[str, str]
     return found
 
 
+def number(arguments: Mapping[str, str], key: str, kind: type = float) -> Any:
+    """An argument of a recipe as a number of this kind; `ConfigError` if it is none."""
+    try:
+        return kind(arguments[key])
+    except ValueError:
+        what = "a whole number" if kind is int else "a number"
+        raise ConfigError(f"{key}={arguments[key]} is not {what}.") from None
+
+
+def corpus(source: str, **options: Any) -> dict[str, Any]:
+    """`config.data` of an argument: a directory of pe_lab.prepare, or one source, such as prose or text:GLOB.
+
+    `options` are those of the source, such as `chat`.
+    """
+    if source in ("stdlib", "prose") or ":" in source:
+        return dict(sources=[dict(source=source, **options)])
+    return dict(prepared=source, **(dict(sources=[options]) if options else {}))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What a recipe does not set
 
