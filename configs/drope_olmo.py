@@ -41,15 +41,15 @@ compare multiple choice and perplexity with those of runs/olmo2_1b, and needles 
 
 From the paper: the drop at the model's own length, batches of 512 windows in the 1B (Table 4), AdamW's constants, the
 cosine, FineWeb-Edu, and the rate of appendix D.3, 3e-4. OLMo 2 has a flat QK-norm of its own, from its first step, so
-none is added; the paper takes the norm from OLMo 2, for rates as high as 1e-3 (Table 11: without it they diverge).
-Decided here: 20B tokens, as for SmolLM-1.7B and Llama2-7B, though OLMo 2 1B has read four times as many as either; 3% of
-the steps warm-up; a cosine that ends at 0; gradient clipping at 1.0. The code appends EOS to a document and lets
-attention cross it, as here (segments=False).
-OLMo 3 has windows of 4096 tokens in three layers of four. Within one, no pair of tokens is further apart than in
-training, however long the sequence, so its rotation extrapolates; and it is the full layers whose rotation its authors
-scale (YaRN) for 65,536 tokens. So drop=full drops those alone, which is the arrangement of Cohere 2 (RNoPE-SWA); drop=all
-is the paper's, with the windows as they are. Both are recalibrated at 8192 tokens, the length before YaRN, and 256
-windows a step, for as many tokens a step as the 1B.
+none is added. The paper takes the norm from OLMo 2, for rates as high as 1e-3 (Table 11: without it they diverge).
+Decided here: 20B tokens, as for SmolLM-1.7B and Llama2-7B, though OLMo 2 1B has read more than either; warm-up in 3% of
+the steps; a cosine that ends at 0; gradient clipping at 1.0. The code appends EOS to a document and lets attention
+cross it, as here (segments=False).
+OLMo 3 has windows of 4096 tokens in three layers of four. Within one, no two tokens are further apart than in training,
+however long the sequence, so its rotation extrapolates; and it is the rotation of the full layers that its authors
+scale (YaRN) for 65,536 tokens. So drop=full drops that alone, which is the arrangement of Cohere 2 (RNoPE-SWA);
+drop=all is the paper's, with the windows as they are. Both are recalibrated at 8192 tokens, the length before YaRN, and
+256 windows a step, for as many tokens a step as the 1B.
 """
 
 from ml_collections import ConfigDict

@@ -37,11 +37,9 @@ The rate is a tenth of what pretraining ends with, so that little is forgotten; 
 and falls to a tenth of the peak. There is no weight decay: it would pull towards zero, not towards the checkpoint.
 """
 
-import re
-
 from ml_collections import ConfigDict
 
-from pe_lab.recipes import AUTO, corpus, number, phase, recipe_arguments
+from pe_lab.recipes import AUTO, corpus, name_of, number, phase, recipe_arguments
 
 # device -> steps, length, batch
 DEVICES = {"cpu": (20, 256, 8), "gpu": (1000, 1024, 32)}
@@ -57,10 +55,9 @@ def get_config(arg: str = "") -> ConfigDict:
         for key, default in (("steps", steps), ("length", length), ("batch", batch))
     )
     start, source, chat = arguments["from"].rstrip("/"), arguments["data"], arguments["chat"]
-    last = re.sub(r"\W+", "_", start.rpartition("/")[2]).strip("_")
 
     config = ConfigDict()
-    config.name = arguments["name"] or f"finetune_{last or 'run'}"
+    config.name = arguments["name"] or f"finetune_{name_of(start)}"
     config.data = corpus(source, **(dict(chat=chat) if chat else {}))
     if "prepared" not in config.data:
         config.data.validation_fraction = 0.05

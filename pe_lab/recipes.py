@@ -263,6 +263,11 @@ def number(arguments: Mapping[str, str], key: str, kind: type = float) -> Any:
         raise ConfigError(f"{key}={arguments[key]} is not {what}.") from None
 
 
+def name_of(checkpoint: str) -> str:
+    """The last part of a checkpoint's path as a part of a run's name: `hf:models/SmolLM-360M` is SmolLM_360M."""
+    return re.sub(r"\W+", "_", checkpoint.rstrip("/").rpartition("/")[2]).strip("_") or "run"
+
+
 def corpus(source: str, **options: Any) -> dict[str, Any]:
     """`config.data` of an argument: a directory of pe_lab.prepare, or one source, such as prose or text:GLOB.
 

@@ -53,16 +53,15 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gemma3_1b": GEMMA_3
     | dict(vocab_size=262144, layers=26, d_model=1152, d_ff=6912, heads=4, kv_heads=1)
     | dict(embedding_multiplier=1152**0.5),
-    # The language model of Gemma 3 4B (google/gemma-3-4b-pt, config.json: text_config). As the 1B, with windows of 1024,
-    # and positions divided by 8 in layers without.
+    # The language model of Gemma 3 4B (google/gemma-3-4b-pt, config.json: text_config). As the 1B, with windows of
+    # 1024, and positions divided by 8 in layers without.
     "gemma3_4b": GEMMA_3
     | dict(vocab_size=262208, layers=34, d_model=2560, d_ff=10240, heads=8, kv_heads=4)
     | dict(embedding_multiplier=2560**0.5),
     # OLMo 2 1B (allenai/OLMo-2-0425-1B, config.json). RoPE base 500,000.
-    "olmo2_1b": OLMO
-    | dict(vocab_size=100352, layers=16, d_model=2048, d_ff=8192, heads=16, kv_heads=16, head_dim=128),
-    # OLMo 3 7B (allenai/Olmo-3-1025-7B, config.json). RoPE base 500,000; windows of 4096 tokens in three layers of four,
-    # and YaRN in the fourth.
+    "olmo2_1b": OLMO | dict(vocab_size=100352, layers=16, d_model=2048, d_ff=8192, heads=16, kv_heads=16, head_dim=128),
+    # OLMo 3 7B (allenai/Olmo-3-1025-7B, config.json). RoPE base 500,000; windows of 4096 tokens in three layers of
+    # four, and YaRN in the fourth.
     "olmo3_7b": OLMO
     | dict(vocab_size=100278, layers=32, d_model=4096, d_ff=11008, heads=32, kv_heads=32, head_dim=128),
     # Pythia-1B (EleutherAI/pythia-1b, config.json), the parallel block in the paper "Partial RoPE". PartialRope of
