@@ -68,12 +68,13 @@ def get_config(arg: str = "") -> ConfigDict:
     free = {"from": "", "data": "data/fineweb-edu-gemma3", "rate": "1e-4"}
     encodings = ("p_rope", "own", "rope", "nope")
     arguments = recipe_arguments(arg, model=tuple(WINDOWS), encoding=encodings, tokens=tuple(STEPS), **free)
-    model, encoding, tokens = (arguments[key] for key in ("model", "encoding", "tokens"))
+    model, encoding, tokens, rate = (arguments[key] for key in ("model", "encoding", "tokens", "rate"))
     steps = STEPS[tokens]
     everywhere = {"p_rope": Rope(GLOBAL, fraction=0.25), "own": OWN[model], "rope": Rope(GLOBAL), "nope": NoPE()}
 
     config = ConfigDict()
     config.name = f"p_rope_gemma_{model}_{encoding}_{tokens}"
+    config.name += f"_{rate}" if rate != "1e-4" else ""
     config.model = preset(f"gemma3_{model}", **AUTO)
     config.data = dict(corpus(arguments["data"]), segments=False)
     config.mesh = dict(data=-1, fsdp=32 if model == "1b" else 64)  # d_model is 2^7 * 9, or 2^9 * 5

@@ -13,8 +13,8 @@ from pe_lab.checkpoints.checkpoint import open_checkpoint
 from pe_lab.config import Config, PhaseConfig
 from pe_lab.errors import UserError
 from pe_lab.model import Model
-from pe_lab.positional import Layer, NoPE, Rope, layers
-from pe_lab.recipes import load_config
+from pe_lab.positional import Drop, Layer, NoPE, Rope, layers
+from pe_lab.recipes import load_config, read_recipe
 from pe_lab.train import main as train
 from pe_lab.training.optimizer import learning_rate
 from pe_lab.training.plan import plan_phases
@@ -160,6 +160,71 @@ def test_recalibrations_take_other_checkpoints_data_and_norms():
             _load(f"drope_smollm.py:{arg}")
 
 
+def test_any_checkpoint_is_recalibrated_at_its_own_length():
+    """What the recipe does not set is the checkpoint's; windows, sinks and a QK-norm of its own stay."""
+    given = read_recipe(f"{CONFIGS}/drope_smollm.py:model=own,from=runs/x/y,data=data/z,distill=hidden")
+    (phase,) = given["phases"]
+    assert phase["positional"] == Drop() and not {"sequence_length", "qk_norm"} & set(phase)
+    assert not {"layers", "vocab_size", "qk_norm"} & set(given["model"])
+    assert (given["name"], phase["steps"], phase["batch_size"]) == ("drope_y_hidden", 1000, 512)
+    changed = "steps=20,batch=4,length=64,rate=1e-3,qk_norm=head"
+    (phase,) = read_recipe(f"{CONFIGS}/drope_smollm.py:model=own,from=x,data=prose,{changed}")["phases"]
+    assert (phase["steps"], phase["batch_size"], phase["sequence_length"], phase["qk_norm"]) == (20, 4, 64, "head")
+    assert phase["optimizer"]["learning_rate"] == 1e-3
+    for arg, message in (
+        ("model=own,from=x", "takes from=CHECKPOINT and data=SOURCE"),
+        ("model=own,from=x,data=prose,tokens=30b", "steps=N in the place of tokens"),
+        ("model=own,from=x,data=prose,steps=many", "steps=many is not a whole number"),
+        ("steps=20,rate=1e-3", "steps and rate: for model=own; the settings of model=360m"),
+    ):
+        with pytest.raises(UserError, match=message):
+            _load(f"drope_smollm.py:{arg}")
+
+
+# -- DroPE's recipe on OLMo, and Gemma 4's rotation in Gemma 3 ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(("model", "length"), [("olmo2_1b", 4096), ("olmo3_7b", 8192)])
+def test_olmo_is_recalibrated_at_its_length_with_its_own_norm(model, length):
+    for tokens, billions in (("5b", "5.00"), ("20b", "20.00"), ("40b", "40.00")):
+        config = _load(f"drope_olmo.py:model={model},tokens={tokens}")
+        phase = _only(config)
+        assert _billions(phase) == billions and phase.sequence_length == length
+        assert phase.batch_size * length == 512 * 4096 and phase.optimizer.learning_rate == 3e-4
+        assert config.model.qk_norm == plan_phases(config)[0].qk_norm == "flat"
+
+
+def test_olmo_3_loses_the_rotation_of_its_full_layers_or_all():
+    def described(arg):
+        config = _load(f"drope_olmo.py:{arg}")
+        return layers(_only(config).positional, config.model.layers)
+
+    full, every = described("model=olmo3_7b"), described("model=olmo3_7b,drop=all")
+    assert [layer.window for layer in full] == [layer.window for layer in every] == [4096, 4096, 4096, None] * 8
+    assert [layer.encoding for layer in full] == [*[Rope(500_000.0)] * 3, NoPE()] * 8
+    assert {layer.encoding for layer in every} == {NoPE()} and described("") == (Layer(NoPE()),) * 16
+    with pytest.raises(UserError, match="all layers of olmo2_1b see all tokens"):
+        described("drop=full")
+
+
+@pytest.mark.parametrize(("model", "depth", "window"), [("1b", 26, 512), ("4b", 34, 1024)])
+def test_gemma_3_changes_its_global_layers_alone(model, depth, window):
+    pairs = {"p_rope": 32, "own": 128, "rope": 128, "nope": 0}
+    own = _load(f"p_rope_gemma.py:model={model},encoding=own")
+    for encoding, rotated in pairs.items():
+        config = _load(f"p_rope_gemma.py:model={model},encoding={encoding}")
+        assert config.model == own.model and config.model.layers == depth
+        assert dataclasses.replace(_only(config), positional=_only(own).positional) == _only(own)
+        inv_freq = plan_phases(config)[0].schedule.inv_freq[:, 0]
+        scaling = 8 if (model, encoding) == ("4b", "own") else 1
+        for n, layer in enumerate(layers(_only(config).positional, depth)):
+            wide = (n + 1) % 6 == 0
+            assert layer.window == (None if wide else window)
+            base, count, by = (1e6, rotated, scaling) if wide else (1e4, 128, 1)
+            expected = [base ** (-2 * i / 256) / by if i < count else 0.0 for i in range(128)]
+            assert list(inv_freq[n]) == pytest.approx(expected, abs=1e-7)
+
+
 def test_table_11_varies_the_norm_and_the_learning_rate_alone():
     long = _load("drope_smollm.py:model=360m,tokens=30b").phases[0]
     for (norm, kind), rate in itertools.product((("yes", "head"), ("no", "none")), ("1e-3", "3e-4", "3e-5")):
@@ -287,6 +352,13 @@ FAMILIES = {
     "drope_smollm.py": {
         "model": ("360m", "1.7b", "135m"),
         "qk_norm": ("head", "flat", "query_head", "query_flat", "none"),
+    },
+    "drope_olmo.py": {"tokens": ("5b", "20b", "40b"), "rate": ("3e-4", "1e-3"), "model": ("olmo2_1b", "olmo3_7b")},
+    "p_rope_gemma.py": {
+        "model": ("1b", "4b"),
+        "encoding": ("p_rope", "own", "rope", "nope"),
+        "tokens": ("1b", "5b", "20b"),
+        "rate": ("1e-4", "3e-4"),
     },
     "speedrun.py": {
         "optimizer": ("muon", "adamw"),
