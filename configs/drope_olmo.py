@@ -32,7 +32,7 @@ v5e:16x16 takes a 256th of these hours. Does it fit?
   python -m pe_lab.plan --config=configs/drope_olmo.py --topology=v5e:16x16
   python -m pe_lab.plan --config=configs/drope_olmo.py:model=olmo3_7b --topology=v5e:16x16
   python -m pe_lab.plan --config=configs/drope_olmo.py:model=olmo3_7b --topology=v5p:4x4x4
-A node of 8 GPUs: --config.mesh.fsdp=8.
+A node of 8 H200: --config.mesh.fsdp=8.
 
 Expected: not in the paper. What it found elsewhere: after 20B tokens the losses of SmolLM-1.7B at its own length were
 those before the drop (Table 5), and LongBench beyond it better than with YaRN (Table 3). The same here is a success:

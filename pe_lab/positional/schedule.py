@@ -287,8 +287,8 @@ def describe(
 def _learned_table(schedule: Schedule, learned: Mapping[str, Mapping[str, Any]]) -> str:
     """A line for each parameter of an encoding and each range of layers with the same values."""
     having: dict[str, list[int]] = {}
-    for n, structure in enumerate(schedule.structure):
-        for hook in structure.hooks:
+    for n, hooks in enumerate(schedule.hooks):
+        for hook in hooks:
             if hook.parameters is not None:
                 having.setdefault(hook.parameters, []).append(n)
     lines = []
