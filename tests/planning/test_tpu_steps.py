@@ -117,6 +117,21 @@ def test_drope_16b_fits_v5e_16x16(capsys):
     assert needed < 7 and needed == pytest.approx(estimate, rel=0.25)
 
 
+@pytest.mark.parametrize("topology", ["v5e:16x16", "v5p:4x4x4"])
+@pytest.mark.parametrize("recipe", ["drope_olmo.py:model=olmo3_7b", "p_rope_gemma.py:model=4b"])
+def test_windows_and_two_encodings_by_layer_fit_two_slices(recipe, topology):
+    """3 minutes each. Every layer has splash, in windows and without: no kernel of another kind, and none left out."""
+    plan = make_plan(load_config(f"configs/{recipe}"), parse_topology(topology))
+    (phase,) = plan.phases
+    compiled, report = explain_phase(plan, phase)
+    assert compiled.needed <= plan.topology.chip.memory
+    layers, again = phase.model.config.layers, phase.model.config.remat != "dots_attention"
+    runs = {name.removeprefix("splash_mha_").removeprefix("splash_mqa_"): n for name, n in report.kernels.items()}
+    assert runs == {
+        "fwd_residuals": layers * (1 + again), "dq_no_residuals": layers, "dkv_no_residuals": layers,
+    }, report.kernels  # fmt: skip
+
+
 def test_drope_16b_evaluates_128k_tokens_on_sixteen_chips(capsys, tmp_path):
     out = tmp_path / "plan.json"
     argv = [f"--config={DROPE}", "--topology=v5e:4x4", "--evaluate-length=128k", f"--json={out}"]
