@@ -81,7 +81,8 @@ def _audit(args: argparse.Namespace) -> int:
     from pe_lab.checkpoints.audit.report import record, report, unseen
     from pe_lab.checkpoints.audit.search import HypothesisRunner, Search
     from pe_lab.checkpoints.checkpoint import open_checkpoint
-    from pe_lab.positional import build_schedule, describe
+    from pe_lab.model import model_schedule
+    from pe_lab.positional import describe
 
     runtime = _runtime(args)
     checkpoint = open_checkpoint(args.checkpoint)
@@ -96,7 +97,7 @@ def _audit(args: argparse.Namespace) -> int:
         print(f"{args.write_tokens}: tokens {list(near.tokens.shape)} at positions 0 to {near.length - 1:,}")
         return 0
     checkpoint, observed = _observed(runtime, checkpoint, length, sequences)
-    schedule = build_schedule(checkpoint.layers, config.heads, config.kv_heads, config.head_dim)
+    schedule = model_schedule(config, checkpoint.layers)
     print(f"{args.checkpoint}, as its config says:\n{describe(schedule, checkpoint.layers)}\n")
     shapes = "; ".join(f"{list(one.tokens.shape)} up to position {one.positions[-1]:,}" for one in observed.batches)
     print(f"Runtime: {observed.name}. Tokens: {shapes}.")

@@ -35,6 +35,19 @@ def check_name(what: str, name: str) -> None:
 
 
 @dataclass(frozen=True)
+class LayerShape:
+    """Layers whose weights have another shape than the model's (Gemma 4), where other fields hold for all layers."""
+
+    name: str  # of their parameters, which are stacked in `layers.shapes.NAME`
+    layers: tuple[int, ...]
+    head_dim: int = number(0, 0, 2**14)  # 0, of these three: the model's
+    kv_heads: int = number(0, 0, 2**14)
+    d_ff: int = number(0, 0, 2**22)
+    values_are_keys: bool = False  # as in ModelConfig
+    keys_of: int = number(-1, -1, 2**11)  # they attend to the keys and values of this earlier layer; -1: to their own
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The shape of the decoder. Its positional encoding is a key of each phase: `positional`."""
 
@@ -59,6 +72,12 @@ class ModelConfig:
     attention_scale: float = number(0.0, 0, 10**6)  # factor on the products of queries and keys
     attention_soft_cap: float = number(0.0, 0, 10**6)  # c: logits of attention x become c tanh(x / c) (Gemma 2)
     qkv_clip: float = number(0.0, 0, 10**6)  # the largest magnitude of queries, keys and values (MPT)
+    # Of Gemma 4. No weight implies them; the scale acts on the residual stream too, so that no weight can hold it.
+    value_norm: bool = field(default=False, metadata=OMIT_DEFAULT)  # an RMS norm of each head's values, without a scale
+    values_are_keys: bool = field(default=False, metadata=OMIT_DEFAULT)  # before the keys' norm and rotation
+    layer_scale: bool = field(default=False, metadata=OMIT_DEFAULT)  # a fixed factor on each layer's output
+    per_layer_input: int = field(default=0, metadata={"bounds": (0, 2**14), **OMIT_DEFAULT})  # channels of LayerInput
+    layer_shapes: tuple[LayerShape, ...] = field(default=(), metadata=OMIT_DEFAULT)  # layers with other weights
     residual_multiplier: float = number(1.0, 0, 10**6)  # of each branch, as it is added (Granite)
     tie_embeddings: bool = True
     embedding_multiplier: float = number(1.0, 0, 10**6)  # of the input embedding: sqrt(d_model) in Gemma

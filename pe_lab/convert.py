@@ -147,8 +147,8 @@ def import_checkpoint(
     from pe_lab.checkpoints.native import write_checkpoint
     from pe_lab.checkpoints.parity import compare
     from pe_lab.data.tokenizers import save_tokenizer
-    from pe_lab.model import Model
-    from pe_lab.positional import build_schedule, describe, layer_hooks
+    from pe_lab.model import Model, model_schedule
+    from pe_lab.positional import describe, layer_hooks
 
     if not is_external(args.source):
         raise ConfigError(
@@ -163,7 +163,9 @@ def import_checkpoint(
     size = model.num_parameters * source.dtype.itemsize
     trained = f"trained on {source.training_length:,} tokens"
     print(f"{source.display_name}: {model.num_parameters:,} parameters, {source.dtype}, {trained}")
-    schedule = build_schedule(source.layers, model.config.heads, model.config.kv_heads, model.config.head_dim)
+    if source.note:
+        print(source.note)
+    schedule = model_schedule(model.config, source.layers)
     print(describe(schedule, source.layers))
     with new_directory(to, "--to") as temporary:
         metadata = {} if tokenizer is None else {"tokenizer": tokenizer.fingerprint}
@@ -356,7 +358,8 @@ def _write_generation(config: dict[str, Any], tokenizer: Tokenizer | None, direc
 def _as_exported(args: argparse.Namespace, export: Export) -> Checkpoint:
     """The model that the export should equal: with logit scales as such in float32, else folded and rounded."""
     from pe_lab.checkpoints.checkpoint import open_checkpoint
-    from pe_lab.checkpoints.families import leaf_paths
+    from pe_lab.checkpoints.families import block_leaf, leaf_paths, leaf_shapes
+    from pe_lab.checkpoints.hf_export import scaled
     from pe_lab.checkpoints.source import nested
 
     checkpoint = open_checkpoint(args.source)
@@ -365,10 +368,11 @@ def _as_exported(args: argparse.Namespace, export: Export) -> Checkpoint:
         return dataclasses.replace(
             checkpoint, layers=tuple(dataclasses.replace(layer, logit_scale=scale) for layer, scale in pairs)
         )
-    leaves = leaf_paths(checkpoint.params)
+    leaves, shapes = leaf_paths(checkpoint.params), leaf_shapes(checkpoint.model, checkpoint.layers)
     for path, leaf in leaves.items():
-        if path.removeprefix("layers.") in export.folded:
-            leaf = leaf * np.array(export.scales, np.float32).reshape(-1, *[1] * (leaf.ndim - 1))
+        if (at := shapes[path].layers) is not None and block_leaf(path) in export.folded:
+            rows = zip(np.asarray(leaf), at, strict=True)
+            leaf = np.stack([scaled(row, export.scales[layer], export.plus_one) for row, layer in rows])
         leaves[path] = leaf.astype(export.dtype).astype(np.float32)
     return dataclasses.replace(checkpoint, params=nested(leaves), layers=export.layers)
 

@@ -35,8 +35,10 @@ from pe_lab.model import (
     Sampling,
     Schedules,
     complete,
+    model_schedule,
 )
-from pe_lab.model.layer_pass import LayerView, Measure, forward_model, hook_encoded, layer_pass
+from pe_lab.model.layer_pass import LayerView, Measure, checked_layers, forward_model, hook_encoded, layer_pass
+from pe_lab.model.layer_shapes import require_equal_heads
 from pe_lab.model.learned import split_layers
 from pe_lab.parallel import AxisRules, hide_absent_tpu, use_mesh
 from pe_lab.positional import (
@@ -46,7 +48,6 @@ from pe_lab.positional import (
     LayerStructure,
     Schedule,
     Uniform,
-    build_schedule,
     describe,
     drop,
     import_encodings,
@@ -339,7 +340,7 @@ class LanguageModel:
     def build(self, described: Sequence[Layer], length: int | None = None) -> Schedule:
         """The schedule of `described` for sequences of `length` tokens, in the structure this model is compiled for."""
         config = self.config
-        schedule = build_schedule(described, config.heads, config.kv_heads, config.head_dim, length)
+        schedule = model_schedule(config, described, length)
         return schedule.generalize()
 
     def with_attention(self, name: str) -> LanguageModel:
@@ -448,6 +449,8 @@ class LanguageModel:
         Raises:
           UserError: a layer that does not exist.
         """
+        chosen = checked_layers(self.config.layers, layers)
+        require_equal_heads(self.config, chosen, "An array of queries and keys")
         found = self.layer_pass(self.sequences(tokens), _rotated if rotated else _unrotated, layers)
         query, key, value = zip(*found, strict=True)
         heads = max(k.shape[2] for k in key)

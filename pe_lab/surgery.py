@@ -269,9 +269,10 @@ def main(argv: Sequence[str]) -> int:
     from pe_lab.checkpoints.locating import DIRECTORY
     from pe_lab.checkpoints.surgery import NOTHING, carried_parameters, change, change_qk_norm, write_child
     from pe_lab.data.tokenizers import load_tokenizer, save_tokenizer
+    from pe_lab.model import model_schedule
     from pe_lab.model.learned import split_layers
     from pe_lab.parallel import start_processes
-    from pe_lab.positional import build_schedule, describe
+    from pe_lab.positional import describe
 
     kind = "none" if args.remove_qk_norm else args.add_qk_norm
     if not (args.drop or args.positional or args.mask_heads or args.logit_scale or kind):
@@ -293,7 +294,7 @@ def main(argv: Sequence[str]) -> int:
     what = change(parent.layers, after)
     if what == NOTHING and not kind:
         raise ConfigError(f"'{parent.path}' already has these encodings; there is nothing to change.")
-    schedule = build_schedule(after, model.heads, model.kv_heads, model.head_dim)
+    schedule = model_schedule(model, after)
     if kind:
         batch = fitting_batch(parent, args.text)
         model, params, effect = change_qk_norm(model, parent.params, kind, schedule, batch, init=args.qk_norm_init)

@@ -42,7 +42,8 @@ from pe_lab.positional import (
 DOCUMENT = Path(__file__).parent.parent / "docs" / "checkpoints.md"
 HF = Path(__file__).parent / "data" / "hf"
 LIMIT = 2e-4
-ONLY_IN_5 = ("granite_swa", "ministral3", "olmo3")  # architectures that transformers 4.56 does not have
+# Of architectures that transformers 4.56 does not have.
+ONLY_IN_5 = ("gemma4", "gemma4_shared", "granite_swa", "ministral3", "olmo3")
 TRAINED = 16  # tokens that the edits stretch from: far below the 40 of the stored batches
 
 

@@ -20,7 +20,7 @@ from pe_lab.attention.capabilities import AttentionRequest, refusals
 from pe_lab.attention.dispatch import IMPLEMENTATIONS, layer_request
 from pe_lab.config import from_dict
 from pe_lab.errors import ConfigError
-from pe_lab.model import Model
+from pe_lab.model import Model, model_schedule
 from pe_lab.model.encoding_check import CONFIG, LENGTH, Check, check
 from pe_lab.positional import HOOKS, Layer, Rope, Schedule, build_schedule, has, label, layers
 from pe_lab.positional.registry import ENCODINGS
@@ -112,7 +112,7 @@ _WIDE = dataclasses.replace(
 
 def _wide(layer: Layer) -> tuple[Model, Schedule]:
     """A model of one layer of 8 heads and d_model 512."""
-    schedule = build_schedule((layer,), _WIDE.heads, _WIDE.kv_heads, _WIDE.head_dim)
+    schedule = model_schedule(_WIDE, (layer,))
     return Model(_WIDE, hooks=schedule.hooks), schedule
 
 

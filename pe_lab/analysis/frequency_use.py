@@ -25,6 +25,7 @@ from pe_lab.errors import ConfigError
 from pe_lab.evaluation.variants import Variant
 from pe_lab.language_model import LanguageModel, Tokens
 from pe_lab.model.layer_pass import LayerView, checked_layers
+from pe_lab.model.layer_shapes import require_equal_heads
 from pe_lab.results.figures import Figure, HeatMaps, Line, LineCharts, layer_names
 from pe_lab.results.findings import Findings
 from pe_lab.results.statistics import interval
@@ -69,9 +70,11 @@ def measure(lm: LanguageModel, tokens: Tokens, layers: Sequence[int] | None = No
     """
     ids = lm.sequences(tokens)
     chosen = checked_layers(lm.config.layers, layers)
+    require_equal_heads(lm.config, chosen, "The use of frequencies")
     found = lm.layer_pass(ids, _of_layer, chosen, **places)
     stacked = [np.stack(arrays, 1) for arrays in zip(*found, strict=True)]
-    return FrequencyUse(np.asarray(lm.schedule_for(ids.shape[1]).inv_freq)[list(chosen)], *stacked)
+    schedule = lm.schedule_for(ids.shape[1])
+    return FrequencyUse(np.asarray(schedule.inv_freq)[list(chosen), :, : schedule.structure[chosen[0]].pairs], *stacked)
 
 
 def pair_norms(x: Float[jax.Array, "B T heads K"]) -> Float[jax.Array, "B heads R"]:

@@ -45,6 +45,7 @@ from pe_lab.errors import ConfigError, did_you_mean, redacted
 from pe_lab.evaluation.variants import Variant
 from pe_lab.language_model import LanguageModel, Tokens
 from pe_lab.model.layer_pass import LayerView, checked_layers, hook_encoded
+from pe_lab.model.layer_shapes import require_equal_heads
 from pe_lab.positional import label_layers
 from pe_lab.results.figures import Figure, HeatMaps, Line, LineCharts, layer_names
 from pe_lab.results.findings import Findings
@@ -191,6 +192,7 @@ def spectra_of(
     """The fields of `HeadEntropy` by indicator, before and after the rotation: `key_rotated_spectrum` and so on."""
     ids = lm.sequences(tokens)
     chosen = checked_layers(lm.config.layers, layers)
+    require_equal_heads(lm.config, chosen, "The entropy of heads")
     counted = np.full(len(ids), ids.shape[1], np.int32) if lengths is None else np.asarray(lengths, np.int32)
     found: list[dict[str, np.ndarray]] = []
     for query, key, rotated_query, rotated_key in lm.layer_pass(ids, _grams, chosen, counted, **places):

@@ -24,11 +24,14 @@ from pe_lab.analysis.losses import Streams, measure_edits
 from pe_lab.analysis.sequences import SequenceQuestions, Sequences, add_arguments, counted
 from pe_lab.analysis.session import AnalysisSession, sequence_groups
 from pe_lab.attention.statistics import attention_rows
+from pe_lab.config import ModelConfig
 from pe_lab.errors import ConfigError
 from pe_lab.evaluation.variants import Variant
 from pe_lab.language_model import LanguageModel
 from pe_lab.model import Params
 from pe_lab.model.layer_pass import LayerView
+from pe_lab.model.layer_shapes import from_stacks, stacked_blocks, stacks
+from pe_lab.model.learned import split_layers
 from pe_lab.positional import NoPE, Uniform
 from pe_lab.results.figures import Figure, HeatMaps, Line, LineCharts, layer_names
 from pe_lab.results.findings import Arrays, Findings
@@ -93,12 +96,17 @@ def measure(lm: LanguageModel, sequences: Sequences, heads: Sequence[Head] = (),
     )
 
 
-def without_heads(params: Params, heads: Sequence[Head]) -> Params:
+def without_heads(params: Params, heads: Sequence[Head], config: ModelConfig) -> Params:
     """The parameters with the output projection of some query heads set to 0: they add nothing to the stream."""
-    attention = params["layers"]["attention"]
-    layers, chosen = (np.array(part) for part in zip(*heads, strict=True))
-    out = jnp.asarray(attention["out"]).at[layers, chosen].set(0)
-    return {**params, "layers": {**params["layers"], "attention": {**attention, "out": out}}}
+    of_stacks, (blocks, learned) = stacks(config), split_layers(params["layers"])
+    found = []
+    for stack, one in zip(of_stacks, stacked_blocks(blocks, of_stacks), strict=True):
+        chosen = [(stack.layers.index(n), head) for n, head in heads if n in stack.layers]
+        out = jnp.asarray(one["attention"]["out"])
+        out = out.at[tuple(np.array(chosen).T)].set(0) if chosen else out
+        found.append({**one, "attention": {**one["attention"], "out": out}})
+    layers = from_stacks(found, of_stacks) | ({"positional": learned} if learned else {})
+    return {**params, "layers": layers}
 
 
 def masked(lm: LanguageModel, heads: Sequence[Head], mask: str = "zero") -> LanguageModel:
@@ -109,7 +117,7 @@ def masked(lm: LanguageModel, heads: Sequence[Head], mask: str = "zero") -> Lang
         the mean value, which no layer has seen from them. `nope`: they keep their attention but lose their encoding.
     """
     if mask == "zero":
-        params = without_heads(lm.checkpoint.params, heads)
+        params = without_heads(lm.checkpoint.params, heads, lm.config)
         return dataclasses.replace(lm, checkpoint=dataclasses.replace(lm.checkpoint, params=params))
     for layer in sorted({n for n, _ in heads}):
         chosen = [h for n, h in heads if n == layer]

@@ -22,6 +22,7 @@ from pe_lab.attention.hooks import refuse_hooks
 from pe_lab.attention.layer_encoding import encode_keys, encode_queries
 from pe_lab.language_model import LanguageModel, Tokens
 from pe_lab.model.layer_pass import LayerView, checked_layers
+from pe_lab.model.layer_shapes import require_equal_heads
 from pe_lab.results.figures import Figure, HeatMaps, Line, LineCharts, layer_names
 from pe_lab.results.findings import Findings
 from pe_lab.results.statistics import interval
@@ -58,7 +59,9 @@ def measure(lm: LanguageModel, tokens: Tokens, layers: Sequence[int] | None = No
 
     Arguments as in `frequency_use.measure`. In packed documents the first token is the document's.
     """
-    found = lm.layer_pass(lm.sequences(tokens), _of_layer, checked_layers(lm.config.layers, layers), **places)
+    chosen = checked_layers(lm.config.layers, layers)
+    require_equal_heads(lm.config, chosen, "The bound of logits")
+    found = lm.layer_pass(lm.sequences(tokens), _of_layer, chosen, **places)
     return LogitBounds(*(np.stack(arrays, 1) for arrays in zip(*found, strict=True)))
 
 

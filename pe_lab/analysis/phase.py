@@ -45,7 +45,8 @@ from pe_lab.errors import ConfigError
 from pe_lab.evaluation.command_line import parse_length, parse_variants
 from pe_lab.evaluation.targets import locate_all, parse_steps
 from pe_lab.evaluation.variants import layers_under
-from pe_lab.positional import Rope, build_schedule, frequencies, label
+from pe_lab.model import model_schedule
+from pe_lab.positional import Rope, frequencies, label
 from pe_lab.positional.codec import ranges
 from pe_lab.positional.rotation import angles, fixed_point_frequencies
 from pe_lab.results.figures import Figure, Line, LineCharts
@@ -282,7 +283,7 @@ def rotations(
 
     def inv_freq(variant: str, target: int) -> Float[np.ndarray, "N H R"]:
         layers = layers_under(variant, one.layers, target, length)
-        schedule = build_schedule(layers, shape.heads, shape.kv_heads, shape.head_dim, target)
+        schedule = model_schedule(shape, layers, target)
         high, low = np.moveaxis(np.asarray(schedule.fixed_freq, np.float64), -1, 0)
         return (high + low * 2.0**-32) * 2.0**-32 * (2 * math.pi)
 

@@ -39,6 +39,7 @@ from pe_lab.evaluation.variants import Variant
 from pe_lab.language_model import LanguageModel, Tokens
 from pe_lab.model import Model
 from pe_lab.model.layer_pass import LayerView, checked_layers
+from pe_lab.model.layer_shapes import require_one_shape
 from pe_lab.results.figures import Figure, HeatMaps, Line, LineCharts, layer_names
 from pe_lab.results.findings import Findings
 from pe_lab.results.statistics import Interval, interval
@@ -79,6 +80,7 @@ def measure(lm: LanguageModel, tokens: Tokens, layers: Sequence[int] | None = No
     ids = lm.sequences(tokens)
     if ids.shape[1] < LEAST:
         raise ConfigError(f"The positional bias needs sequences of at least {LEAST} tokens, not {ids.shape[1]}.")
+    require_one_shape(lm.config, "The gradient of the positional bias")
     chosen = checked_layers(lm.config.layers, layers)
     of_layer = _BiasOfLayer(_model(dataclasses.replace(lm.config, dtype="float32")))
     found = lm.layer_pass(ids, of_layer, chosen, **places)

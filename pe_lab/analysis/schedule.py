@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pe_lab.analysis.analysis import Analysis, whole
 from pe_lab.config import ModelConfig, from_dict
 from pe_lab.errors import ConfigError
-from pe_lab.model import complete, preset
-from pe_lab.positional import Layer, build_schedule, describe, layers
+from pe_lab.model import complete, model_schedule, preset
+from pe_lab.positional import Layer, describe, layers
 from pe_lab.recipes import load_config
 from pe_lab.training.plan import given_layers, plan_phases
 
@@ -78,7 +78,7 @@ def _run(args: argparse.Namespace) -> None:
     for one in described(args):
         shape, at = one.model, length or one.length
         heads = f"{shape.heads} query heads on {shape.kv_heads} key heads of {shape.head_dim} channels"
-        schedule = build_schedule(one.layers, shape.heads, shape.kv_heads, shape.head_dim, at)
+        schedule = model_schedule(shape, one.layers, at)
         name = ", ".join(filter(None, [one.name, one.detail]))
         tokens = f", sequences of {at:,} tokens" if at else ""
         parts.append(f"{name}: {heads}{tokens}\n{describe(schedule, one.layers)}")

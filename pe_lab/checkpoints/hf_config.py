@@ -28,7 +28,28 @@ MISSING = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "minicpm3"), "multi-head latent attention"),
     **dict.fromkeys(("mamba", "mamba2", "jamba", "bamba", "qwen3_next", "falcon_mamba"), "layers without attention"),
     **dict.fromkeys(("gemma3", "mllama", "llava", "qwen2_vl", "qwen3_vl", "mistral3"), "images beside the text"),
+    "gemma3n_text": "predictions of several residual streams (AltUp), and sparse activations",
 }
+
+# Models of text, images and sound, and the family of their text. It is read alone: it computes the same logits of text.
+TEXT_PARTS = {"gemma4": "gemma4_text"}
+TEXT_PREFIX = "model.language_model."  # of the tensors of that part, which are `model.` in a file of text alone
+
+
+def text_part(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The config of the text in that of a model with other parts; None: it is a model of text.
+
+    Raises:
+      CheckpointError: it has none.
+    """
+    kind = str(config.get("model_type", ""))
+    if kind not in TEXT_PARTS:
+        return None
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        raise CheckpointError(f"model_type is '{kind}', and there is no text_config.")
+    whole_model = {key: config[key] for key in ("tie_word_embeddings", "quantization_config") if key in config}
+    return {**whole_model, **text, "model_type": TEXT_PARTS[kind]}
 
 
 @dataclass(frozen=True)

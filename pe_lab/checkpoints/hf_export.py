@@ -13,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from pe_lab.checkpoints.families import FAMILIES, LAYERS, Family, Tensor
+from pe_lab.checkpoints.families import FAMILIES, Family, Tensor, block_leaf
 from pe_lab.checkpoints.forms import choose_form
 from pe_lab.checkpoints.hf_config import MISSING
 from pe_lab.checkpoints.huggingface import DTYPES, INDEX, SINGLE
@@ -188,13 +188,13 @@ def external(source: CheckpointSource, export: Export, tensor: Tensor) -> np.nda
     leaves = []
     for path in tensor.paths:
         leaf = source.read(path, tensor.index)
-        if tensor.layer is not None and path.removeprefix(LAYERS) in export.folded:
-            leaf = _times(leaf, export.scales[tensor.layer], export.plus_one)
+        if tensor.layer is not None and block_leaf(path) in export.folded:
+            leaf = scaled(leaf, export.scales[tensor.layer], export.plus_one)
         leaves.append(leaf)
     return tensor.join(leaves, export.layout)
 
 
-def _times(leaf: np.ndarray, scale: float, plus_one: bool) -> np.ndarray:
+def scaled(leaf: np.ndarray, scale: float, plus_one: bool) -> np.ndarray:
     """A leaf of weights, or of a norm by 1 + w (`plus_one`), that computes `scale` times as much."""
     if scale == 1:
         return leaf

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from pe_lab.checkpoints.families import Tensor
-from pe_lab.checkpoints.hf_config import read_config
+from pe_lab.checkpoints.hf_config import TEXT_PREFIX, read_config, text_part
 from pe_lab.checkpoints.source import TensorSource, listing
 from pe_lab.errors import CheckpointError
 from pe_lab.storage import read_json
@@ -28,7 +28,12 @@ class HuggingFaceSource(TensorSource):
         advice = "Give a directory as transformers' save_pretrained writes it."
         config = read_json(directory / "config.json", advice, CheckpointError)
         listed = _tensors_of(directory)
-        self._files = {name: file for name, (file, _, _) in listed.items()}
+        self._stored = {name: (file, name) for name, (file, _, _) in listed.items()}
+        if (text := text_part(config)) is not None:
+            names = {_text_name(name): name for name in listed if name.startswith((TEXT_PREFIX, "lm_head."))}
+            self.note = f"The text alone: {len(listed) - len(names)} tensors of images and sound are left out."
+            self._stored = {name: self._stored[stored] for name, stored in names.items()}
+            config, listed = text, {name: listed[stored] for name, stored in names.items()}
         read = read_config(config, list(listed), str(directory / "config.json"))
         self.family, self.model, self.layers = read.family, read.model, read.layers
         self.origin = self.family.model_type
@@ -73,13 +78,18 @@ class HuggingFaceSource(TensorSource):
     def _tensor(self, name: str, rows: slice = slice(None)) -> np.ndarray:
         from safetensors import SafetensorError, safe_open
 
-        file = self.path / self._files[name]
+        file, name = self.path / self._stored[name][0], self._stored[name][1]
         try:
             # Opened for each tensor: an open file stays mapped, and counts as memory of this process.
             with safe_open(file, framework="np") as opened:
                 return opened.get_tensor(name) if rows == slice(None) else opened.get_slice(name)[rows]
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file}: tensor '{name}' cannot be read ({error}).") from error
+
+
+def _text_name(name: str) -> str:
+    """The name that a tensor of the text in a model with other parts has in a model of text."""
+    return f"model.{name.removeprefix(TEXT_PREFIX)}" if name.startswith(TEXT_PREFIX) else name
 
 
 def _tensors_of(directory: Path) -> dict[str, tuple[str, tuple[int, ...], str]]:

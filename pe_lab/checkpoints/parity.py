@@ -23,8 +23,8 @@ from jaxtyping import Float, Int
 
 from pe_lab.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from pe_lab.errors import CheckpointError, UnsupportedError
-from pe_lab.model import Model
-from pe_lab.positional import Alibi, Layer, build_schedule
+from pe_lab.model import Model, model_schedule
+from pe_lab.positional import Alibi, Layer
 from pe_lab.storage.gguf_format import open_gguf
 
 BATCH, LENGTH = 2, 64
@@ -154,7 +154,7 @@ def compare(checkpoint: Checkpoint, external: Path, python: str, gguf_file: str 
 
     def verdict(at: Int[np.ndarray, " T"], theirs: Float[np.ndarray, "B T V"]) -> Parity:
         last = int(at[-1])
-        schedule = build_schedule(checkpoint.layers, config.heads, config.kv_heads, config.head_dim, last + 1)
+        schedule = model_schedule(config, checkpoint.layers, last + 1)
         found = np.asarray(apply(checkpoint.params, jnp.asarray(tokens), jnp.asarray(at)[None], None, schedule))
         width = min(found.shape[-1], theirs.shape[-1])  # some converters pad the vocabulary
         found, theirs = found[..., :width], theirs[..., :width]
@@ -183,7 +183,7 @@ def compare_with_llama_cpp(file: Path, python: str) -> Parity:
     positions = compared_positions(int(checkpoint.metadata["training_length"]), checkpoint.layers)[0]
     tokens = fixed_batch(config.vocab_size)[:, : len(positions)]
     ((theirs,),) = llama_cpp_logits(file, python, [(tokens, positions[None])])
-    schedule = build_schedule(checkpoint.layers, config.heads, config.kv_heads, config.head_dim, len(positions))
+    schedule = model_schedule(config, checkpoint.layers, len(positions))
     inputs = jnp.asarray(tokens), jnp.asarray(positions)[None]
     found = np.asarray(jax.jit(model.apply)(checkpoint.params, *inputs, None, schedule))
     kinds = {one.kind for one in open_gguf(file, CheckpointError, lambda key: False).tensors.values()}

@@ -47,6 +47,7 @@ class RopeKeys:
       theta, fraction: the base, and the share of the channels that rotate.
       length: tokens.
       partial: heads may rotate in part; else a share has no meaning.
+      proportional: p-RoPE is written by transformers' name for it, which version 4 does not have.
       theta_key, fraction_key, length_key: names of older files, outside of the rope parameters.
     """
 
@@ -54,6 +55,7 @@ class RopeKeys:
     fraction: float = 1.0
     length: int = 2048
     partial: bool = False
+    proportional: bool = False
     theta_key: str = "rope_theta"
     fraction_key: str = "partial_rotary_factor"
     length_key: str = "max_position_embeddings"
@@ -228,6 +230,10 @@ def write_rope(encoding: Rotary, head_dim: int, keys: RopeKeys, options: WriteOp
     part, named = 1.0, encoding
     if isinstance(encoding, PartialRope) and keys.partial:
         part, named = _even_part(encoding, head_dim), Rope(encoding.base, 1.0, encoding.scaling)
+    if keys.proportional and isinstance(named, Rope) and named.fraction != 1 and isinstance(named.scaling, PI | None):
+        rope = {"rope_type": "proportional", "partial_rotary_factor": named.fraction}
+        rope |= {"factor": float(named.scaling.factor)} if named.scaling else {}
+        return _keys(keys, named.base, rope, max_length or length)
     if isinstance(named, PartialRope) or named.fraction != 1:
         return _as_table(encoding, head_dim, keys, options)
     base, scaling = named.base, named.scaling

@@ -179,7 +179,7 @@ CONTENTS: tuple[Content, ...] = (
         "LongRoPE with two tables",
         lambda c: _kind(c) == "longrope" and not _table(c),
         {
-            LLAMA_CPP: ByFamily(_DROPS_TABLES, {("phi3",): "wrong for short sequences in a long context: the long table"}),
+            LLAMA_CPP: ByFamily(_DROPS_TABLES, {("phi3",): "wrong for short sequences in a long context"}),
             VLLM: ByFamily(
                 f"{_LONG_ON_REQUEST}; then wrong for short sequences: the long table",
                 {tuple(name for name in _TRANSFORMERS_IN_VLLM if name != "olmo3"): _LONG_ON_REQUEST} | _NO_ADJACENT,

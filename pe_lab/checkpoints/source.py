@@ -36,6 +36,7 @@ class CheckpointSource(ABC):
     training_length: int  # tokens of a training window, before any scaling
     dtype: np.dtype  # of its weights
     origin: str = ""  # the family of the external checkpoint that the weights come from; "": trained by pe_lab
+    note: str = ""  # what an import leaves out
     tokenizer: str = ""  # an argument of `data.tokenizers.load_tokenizer`; "" if the checkpoint has no tokenizer
     metadata: Mapping[str, Any] = {}  # of a native checkpoint; empty for an external one
 

@@ -27,9 +27,12 @@ from pe_lab.errors import ConfigError
 from pe_lab.model import Model, Params
 from pe_lab.model.decoder import layer_arrays
 from pe_lab.model.layer_pass import embed
-from pe_lab.model.learned import carried, learned_of_layer, split_layers
-from pe_lab.positional import Layer, LayerStructure, Schedule, label, layer_hooks, rotate
+from pe_lab.model.layer_shapes import require_one_shape, sizes_for
+from pe_lab.model.learned import init_encoding, learned_encodings, learned_of_layer, split_layers
+from pe_lab.positional import Layer, LayerHooks, LayerStructure, Schedule, label, layer_hooks, rotate
 from pe_lab.positional.codec import ranges
+from pe_lab.positional.hooks import acts_in_layers, parameter_settings
+from pe_lab.positional.registry import registered_name
 from pe_lab.storage import AnyPath, new_directory
 
 NOTHING = "nothing changed"
@@ -66,11 +69,81 @@ def change(before: Sequence[Layer], after: Sequence[Layer]) -> str:
     return "; ".join(f"{text} on layer{'s' * (len(at) > 1)} {ranges(at)}" for text, at in runs) or NOTHING
 
 
+def carried(
+    params: Params,
+    before: Sequence[tuple[LayerHooks, ...]],
+    after: Sequence[tuple[LayerHooks, ...]],
+    config: ModelConfig,
+    seed: int = 0,
+    shardings: Any = None,
+) -> tuple[Params, str]:
+    """The parameters of a child whose layers have other encodings than its parent's.
+
+    A layer keeps the parameters of an encoding that it had, by its registered name, if they have the same shapes; those
+    of an encoding that is new to it are initialized, and those that no layer has any more are left out.
+
+    Args:
+      params: of the parent.
+      before, after: the hooks of every layer of both.
+      config: of both, completed.
+      seed: of the initial parameters.
+      shardings: of the child's parameters; None: where the compiler puts them.
+
+    Returns:
+      the child's parameters, and what was done in words; "" for nothing.
+    """
+    learns = learned_encodings(after)
+    if learned_encodings(before) == learns:
+        return params, ""
+    settings = {name: parameter_settings(one, sizes_for(config, one, layers)) for name, (one, layers) in learns.items()}
+    old = split_layers(params["layers"])[1]
+    places = {key: layers for key, (_, layers) in learned_encodings(before).items()}
+
+    def former(n: int, name: str) -> tuple[str, int] | None:
+        """The key and the place of the parent's parameters of layer n of an encoding with the same name and shapes.
+
+        What is added to the embeddings has them on any layer.
+        """
+        encoding, _ = learns[name]
+        wanted = {field: one.value.shape for field, one in settings[name].items()}
+        for m in [n] if acts_in_layers(encoding) else range(len(before)):
+            for one, key, _ in before[m]:
+                same = key is not None and registered_name(one) == registered_name(encoding)
+                if same and {field: leaf.shape[1:] for field, leaf in old[key].items()} == wanted:
+                    return key, places[key].index(m)
+        return None
+
+    kept = {name: [former(n, name) for n in layers] for name, (_, layers) in learns.items()}
+
+    def child(params: Params) -> Params:
+        blocks, old = split_layers(params["layers"])
+        learned = {}
+        for name, (encoding, layers) in learns.items():
+            new = init_encoding(
+                name, encoding, layers, jax.random.key(seed), sizes_for(config, encoding, layers), len(after)
+            )
+            for i, source in enumerate(kept[name]):
+                if source is not None:
+                    key, at = source
+                    new = jax.tree.map(lambda a, b, i=i, at=at: a.at[i].set(b[at]), new, old[key])
+            learned[name] = new
+        return {**params, "layers": {**blocks, **({"positional": learned} if learned else {})}}
+
+    found = jax.jit(child, out_shardings=shardings)(params)
+    words = []
+    for name, (_, layers) in learns.items():
+        if fresh := [n for n, source in zip(layers, kept[name], strict=True) if source is None]:
+            words.append(f"parameters of {name} initialized on layers {ranges(fresh)}")
+    dropped = set(places) - {source[0] for sources in kept.values() for source in sources if source is not None}
+    words += [f"those of {name} left out" for name in sorted(dropped)]
+    return found, "; ".join(words)
+
+
 def carried_parameters(parent: Checkpoint, layers: Sequence[Layer]) -> tuple[Params, str]:
-    """The parent's parameters for these layers (see `model.learned.carried`), and what was done in words."""
+    """The parent's parameters for these layers (see `carried`), and what was done in words."""
     config = parent.model
     before, after = (layer_hooks(one, config.heads) for one in (parent.layers, layers))
-    return carried(parent.params, before, after, Model(config).head_shape)
+    return carried(parent.params, before, after, Model(config).config)
 
 
 def with_layers(checkpoint: Checkpoint, layers: tuple[Layer, ...]) -> Checkpoint:
@@ -173,11 +246,13 @@ def change_qk_norm(
 
     Raises:
       ConfigError: the model has this QK-norm already, or `init` is "ones" without a norm.
+      UnsupportedError: its layers differ in shape.
     """
     if kind == config.qk_norm:
         raise ConfigError(f"The model's qk_norm is '{kind}' already; there is nothing to change.")
     if init == "ones" and kind == "none":
         raise ConfigError("qk_norm_init is ones, and no QK-norm is added. Leave it out, or add a QK-norm.")
+    require_one_shape(config, "A change of the QK-norm")
     hooks = schedule.hooks
     before, after = Model(config, hooks=hooks), Model(dataclasses.replace(config, qk_norm=kind), hooks=hooks)
     placed, replicated = shardings

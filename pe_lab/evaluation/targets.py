@@ -195,7 +195,7 @@ def weight_shards(model: Model, devices: int, memory: float) -> int:
     """
     tensor = 1
     while memory and 4 * model.num_parameters / tensor > memory / 3:
-        if devices % (2 * tensor) or model.config.kv_heads % (2 * tensor):
+        if devices % (2 * tensor) or any(one.config.kv_heads % (2 * tensor) for one in model.stacks):
             break
         tensor *= 2
     return tensor

@@ -27,21 +27,28 @@ from pe_lab.attention.key_block import AttentionInputs, KeyBlockKernel, scaled
 from pe_lab.attention.kv_cache import KVCache, attend_to_cache, write_and_attend
 from pe_lab.config import ModelConfig
 from pe_lab.model.decoder import Model, layer_arrays
+from pe_lab.model.layer_input import KeysValues, LayerInputs
+from pe_lab.model.layer_shapes import Stack, head_shape, stacked_blocks, stacks
 from pe_lab.model.learned import learned_of_repetition, split_layers
 from pe_lab.model.shape import Repetition, repetitions
 from pe_lab.parallel import constrain, slots_are_sharded
-from pe_lab.positional import HeadShape, LayerStructure, Schedule
+from pe_lab.positional import LayerStructure, Schedule
 
 
 def cache_bytes_per_token(config: ModelConfig) -> int:
-    """Bytes of a token's keys and values on one layer: 2 G K numbers in the compute dtype."""
+    """Bytes of a token's keys and values on a layer of this shape: 2 G K numbers in the compute dtype."""
     return 2 * config.kv_heads * config.head_dim * np.dtype(config.dtype).itemsize
 
 
 def cache_bytes(config: ModelConfig, structure: Sequence[LayerStructure], length: int) -> int:
     """Bytes of the KV cache of one sequence; a layer with a window keeps at most that many tokens."""
-    kept = sum(length if one.window is None else min(length, one.window) for one in structure)
-    return kept * cache_bytes_per_token(config)
+    return sum(
+        (length if structure[n].window is None else min(length, structure[n].window))
+        * cache_bytes_per_token(stack.config)
+        for stack in stacks(config)
+        for n in stack.layers
+        if stack.keys_of is None
+    )
 
 
 def slot_axes(ring: bool) -> tuple[str | None, ...]:
@@ -63,6 +70,7 @@ class CachedLayer:
         reading rotates them by the present schedule. False also if a kernel rotates keys per query head as it reads
         them: the cache is then H / G times smaller.
       sizes: what the layer's hooks need.
+      source: the layer whose cache it reads; None: it has its own.
     """
 
     structure: LayerStructure
@@ -71,6 +79,7 @@ class CachedLayer:
     heads: int
     rotated: bool
     sizes: CachedSizes
+    source: int | None = None
 
 
 @dataclass(frozen=True)
@@ -98,9 +107,12 @@ class Slots(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Cache:
-    """The KV caches of all layers, by repetition and by layer of its pattern. A pytree: `layout` is static."""
+    """The KV caches of all layers, by repetition and by layer of its pattern. A pytree: `layout` is static.
 
-    repetitions: tuple[tuple[Slots, ...], ...]
+    A layer that reads the cache of another one has None.
+    """
+
+    repetitions: tuple[tuple[Slots | None, ...], ...]
     layout: CacheLayout = field(metadata={"static": True})
 
 
@@ -136,16 +148,17 @@ def plan(
       scan: repeat equal layers by a scan; else each layer is its own pattern.
       kernel_rotates: a kernel reads caches, and it can rotate keys as it reads them.
     """
-    found = []
-    shape = HeadShape(config.heads, config.kv_heads, config.head_dim, config.d_model)
-    sizes = {hooks: cached_sizes(hooks, shape) for hooks in {one.hooks for one in structure}}
-    for one, follow in zip(structure, follows, strict=True):
+    found: list[CachedLayer] = []
+    shapes = [head_shape(stack.config) for stack in stacks(config)]
+    sizes = {kind: cached_sizes(kind[0], shapes[kind[1]]) for kind in {(one.hooks, one.shape) for one in structure}}
+    for n, (one, follow) in enumerate(zip(structure, follows, strict=True)):
         slots = capacity if one.window is None else min(capacity, one.window)
         split = one.rotates and one.heads == "split"
         rotated = not follow and not (split and kernel_rotates and _plain(one) and slots == capacity)
-        of_hooks = sizes[one.hooks]
+        of_hooks = sizes[one.hooks, one.shape]
         heads = config.heads if split and rotated else of_hooks.key_heads
-        found.append(CachedLayer(one, slots, slots < capacity, heads, rotated, of_hooks))
+        source = None if one.keys_of in (None, n) else one.keys_of
+        found.append(CachedLayer(one, slots, slots < capacity, heads, rotated, of_hooks, source))
     repeated = repetitions(found) if scan else [Repetition(n, 1, 1) for n in range(len(found))]
     return CacheLayout(capacity, tuple(found), tuple(repeated))
 
@@ -171,11 +184,15 @@ def allocate(config: ModelConfig, layout: CacheLayout, batch: int) -> Cache:
         zeros = jnp.zeros((repetition.repeats, batch, heads, cached.slots, channels), jnp.dtype(dtype))
         return constrain(zeros, *slot_axes(cached.ring))
 
-    def slots(repetition: Repetition, cached: CachedLayer) -> Slots:
-        sizes = cached.sizes
+    shapes = [stack.config for stack in stacks(config)]
+
+    def slots(repetition: Repetition, cached: CachedLayer) -> Slots | None:
+        if cached.source is not None:
+            return None
+        sizes, own = cached.sizes, shapes[cached.structure.shape]
         return Slots(
             empty(repetition, cached.heads, cached, sizes.key_channels, config.dtype),
-            empty(repetition, config.kv_heads, cached, config.head_dim, config.dtype),
+            empty(repetition, own.kv_heads, cached, own.head_dim, config.dtype),
             empty(repetition, config.heads, cached, 1, "float32") if sizes.key_bias else None,
             tuple(jnp.zeros((repetition.repeats, batch, *shape), dtype) for shape, dtype in sizes.sums),
         )
@@ -200,14 +217,24 @@ def arrange(stacked: Any, found: Sequence[Repetition]) -> tuple[tuple[Any, ...],
     return tuple(tuple(part(repetition, i) for i in range(repetition.period)) for repetition in found)
 
 
-def arrange_layers(layers: Any, layout: CacheLayout) -> tuple[tuple[Any, ...], ...]:
+def arrange_layers(layers: Any, layout: CacheLayout, of_stacks: Sequence[Stack]) -> tuple[tuple[Any, ...], ...]:
     """The parameters of all layers in the structure of a cache: of each layer its block's, and its encodings'."""
-    stacked, learned = split_layers(layers)
+    blocks, learned = split_layers(layers)
+    stacked = stacked_blocks(blocks, of_stacks)
     structure = [cached.structure for cached in layout.layers]
-    blocks = arrange(stacked, layout.repetitions)
+
+    def block(repetition: Repetition, n: int) -> Any:
+        """The parameters of layer n and of its repetitions, whose places in their stack are equally far apart."""
+        shape, period = structure[n].shape, structure[repetition.start : repetition.start + repetition.period]
+        step, first = [one.shape for one in period].count(shape), of_stacks[shape].layers.index(n)
+        return jax.tree.map(lambda a: a[first : first + step * repetition.repeats : step], stacked[shape])
+
     return tuple(
-        tuple(zip(of_repetition, learned_of_repetition(learned, structure, repetition), strict=True))
-        for repetition, of_repetition in zip(layout.repetitions, blocks, strict=True)
+        tuple(
+            (block(repetition, repetition.start + i), of_layer)
+            for i, of_layer in enumerate(learned_of_repetition(learned, structure, repetition))
+        )
+        for repetition in layout.repetitions
     )
 
 
@@ -299,11 +326,14 @@ def forward_chunk(
     unrotated = {cached.slots: cached for cached in layout.layers if not cached.rotated}
     slot_tables = {slots: model.shared_tables(schedule, rotated_to(cached)) for slots, cached in unrotated.items()}
 
-    def layer(x: jax.Array, slots: Slots, cached: CachedLayer, layer_params: Any, arrays: Any, at: Any) -> Any:
+    def layer(
+        x: jax.Array, slots: Slots | None, cached: CachedLayer, layer_params: Any, data: Any, at: Any
+    ) -> tuple[jax.Array, Slots | None, Any]:
+        """The output, the slots after the new tokens are written, and what layers that read them take."""
         structure, ring = cached.structure, cached.ring
-        block_params, learned = layer_params
+        (block_params, learned), (arrays, embedded) = layer_params, data
         encoding = model.layer_encoding(arrays, structure, positions, tables, learned)
-        hooks, config = encoding.hooks, model.config
+        hooks, config = encoding.hooks, model.shape_of(structure)
         by_kernel = kernel is not None and _kernel_serves(cached, config, C)
         scale = jnp.float32(config.head_dim**-0.5) * encoding.logit_scale
         inputs = AttentionInputs(
@@ -315,38 +345,42 @@ def forward_chunk(
             soft_cap=encoding.soft_cap,
         )
 
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array, normed: jax.Array) -> tuple[jax.Array, Slots]:
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, normed: jax.Array) -> tuple[jax.Array, Any]:
             functions = logit_functions(hooks, q)
-            before = [jax.lax.dynamic_index_in_dim(one, at, 0, keepdims=False) for one in slots.sums]
+            before = [jax.lax.dynamic_index_in_dim(one, at, 0, keepdims=False) for one in slots.sums] if slots else []
             inputs_of_hooks, sums = hook_inputs(hooks, normed, before or None)
             q, k = encode(hooks, q, k, positions, inputs_of_hooks)
             bias_of_keys = key_bias(hooks, inputs_of_hooks, config.heads)
             rotated = encode_keys(k, encoding, config.heads)
             new_key = rotated if cached.rotated else k
-            if by_kernel and sharded and not ring:
+            if by_kernel and sharded and not ring and structure.keys_of is None:
                 q = encode_queries(q, encoding, v.shape[2]) if cached.rotated else q
                 cache = KVCache(slots.key, slots.value, at)
                 out, *new = write_and_attend(kernel, q, new_key, v, cache, scale, inputs)
                 summed = write(slots, at, cached, new_key, v, chunk, None, sums).sums if sums else ()
-                return output(hooks, inputs_of_hooks, out, v), Slots(*new, sums=summed)
-            written = write(slots, at, cached, new_key, v, chunk, bias_of_keys, sums)
-            # If the cache is written before it is read, XLA updates it in place; else XLA copies it. But a chunk that
-            # is written to a ring replaces tokens that its own queries still see: then the ring is read first.
-            now = slots if ring and C > 1 else written
-            if by_kernel:
+                return output(hooks, inputs_of_hooks, out, v), (Slots(*new, sums=summed), None)
+            if cached.source is None:
+                written, place = write(slots, at, cached, new_key, v, chunk, bias_of_keys, sums), at
+                # If the cache is written before it is read, XLA updates it in place; else XLA copies it. But a chunk
+                # that is written to a ring replaces tokens that its own queries still see: it is read first.
+                now = slots if ring and C > 1 else written
+            else:
+                written, (now, _), place = None, read[cached.source], 0
+            again = None if structure.keys_of is None or cached.source is not None else (now, (k, v))
+            if by_kernel and not (sharded and structure.keys_of is not None):
                 used, of_cache = start + C, inputs
                 if ring:  # all tokens in it are visible
                     used, of_cache = jnp.minimum(used, cached.slots), replace(inputs, window=None)
                 queries = scaled(encode_queries(q, encoding, k.shape[2]), scale)
-                cache = KVCache(now.key, now.value, at)
+                cache = KVCache(now.key, now.value, place)
                 out = attend_to_cache(kernel, queries, cache, replace(of_cache, used=used))
-                return output(hooks, inputs_of_hooks, out, v), written
+                return output(hooks, inputs_of_hooks, out, v), (written, again)
             slots_encoding = None
             if not cached.rotated:
                 at_slots = rotated_to(cached)
                 slots_encoding = model.layer_encoding(arrays, structure, at_slots, slot_tables[cached.slots])
             used = jnp.minimum(chunk.counts.max(), cached.slots)
-            view = CacheView(now.key, now.value, at, tokens_at[cached.slots], used, slots_encoding, now.key_bias)
+            view = CacheView(now.key, now.value, place, tokens_at[cached.slots], used, slots_encoding, now.key_bias)
             out = cached_attention(
                 q,
                 rotated,
@@ -358,13 +392,19 @@ def forward_chunk(
                 key_bias=bias_of_keys,
                 functions=functions,
             )
-            return output(hooks, inputs_of_hooks, out, v), written
+            return output(hooks, inputs_of_hooks, out, v), (written, again)
 
-        x, new, _ = model.block(block_params).attend_by(x, attend)
-        return x, new
+        shared = None if cached.source is None else read[cached.source][1]
+        given = LayerInputs(shared, embedded)
+        x, (new, again), _ = model.block(block_params, structure.shape).attend_by(x, attend, given)
+        return x, new, again
 
     x = model.embed(params, chunk.tokens, positions, schedule, params["positional"])
-    data = arrange(layer_arrays(schedule), layout.repetitions)
+    stacked = layer_arrays(schedule), model.layer_inputs(params, chunk.tokens, x)
+    data = arrange(stacked, layout.repetitions)
+    # Of each layer whose cache others read, the slots that its queries saw, and the chunk's keys and values. It has no
+    # equal, and so is alone in its repetition.
+    read: dict[int, tuple[Slots, KeysValues]] = {}
     after = []
     for repetition, slots, repeated_params, repeated_arrays in zip(
         layout.repetitions, cache.repetitions, params["layers"], data, strict=True
@@ -373,19 +413,21 @@ def forward_chunk(
 
         def group(x: Any, slots: Any, parts: Any, at: Any, pattern: Any = pattern) -> Any:
             new = []
-            for cached, one, (layer_params, arrays) in zip(pattern, slots, parts, strict=True):
-                x, one = layer(x, one, cached, layer_params, arrays, at)
+            for cached, one, (layer_params, data) in zip(pattern, slots, parts, strict=True):
+                x, one, again = layer(x, one, cached, layer_params, data, at)
                 new.append(one)
-            return x, tuple(new)
+            return x, tuple(new), again
 
         parts = tuple(zip(repeated_params, repeated_arrays, strict=True))
         if repetition.repeats == 1:
-            x, slots = group(x, slots, jax.tree.map(lambda a: a[0], parts), 0)
+            x, slots, again = group(x, slots, jax.tree.map(lambda a: a[0], parts), 0)
+            if again is not None:
+                read[repetition.start + repetition.period - 1] = again
         else:
             # The cache is part of the scan's carry and updated in place. As an input and an output of the scan, it
             # would be copied at every token.
             def step(carry: Any, data: Any, group: Any = group) -> Any:
-                return group(*carry, *data), None
+                return group(*carry, *data)[:2], None
 
             (x, slots), _ = jax.lax.scan(step, (x, slots), (parts, jnp.arange(repetition.repeats)))
         after.append(slots)

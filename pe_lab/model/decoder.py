@@ -19,6 +19,16 @@ from pe_lab.attention.hooks import Hooks, cached_sizes, index_positions
 from pe_lab.config import ModelConfig
 from pe_lab.errors import ConfigError, call
 from pe_lab.model.feed_forward import Auxiliary
+from pe_lab.model.layer_input import KeysValues, LayerInputs
+from pe_lab.model.layer_shapes import (
+    Stack,
+    check_schedule,
+    from_stacks,
+    head_shape,
+    sizes_for,
+    stacked_blocks,
+    stacks,
+)
 from pe_lab.model.learned import (
     added_to_embeddings,
     check_learned,
@@ -32,7 +42,6 @@ from pe_lab.model.modules import Block, Embedder
 from pe_lab.model.shape import REMAT_POLICIES, Repetition, complete, repetitions
 from pe_lab.parallel import balanced_order, constrain, context_size, current_mesh, padded_length
 from pe_lab.positional import (
-    HeadShape,
     LayerHooks,
     LayerStructure,
     Parameter,
@@ -51,7 +60,8 @@ class Model:
 
     Parameters are nested dicts of float32 arrays: `token_embedder` (embedding, final norm) and `layers`, where every
     array has a leading axis over the N layers; in `layers.positional` are those of encodings that have some, by the
-    names of `layer_hooks`, with a leading axis over the layers that have the encoding.
+    names of `layer_hooks`, with a leading axis over the layers that have the encoding. Where layers differ in shape,
+    `layers.shapes.NAME` has those of one shape, with a leading axis over its layers.
 
     Args:
       config: the shape.
@@ -68,10 +78,12 @@ class Model:
                 "pe_lab.plan choose them by its devices. Give values here."
             )
         self._embedder, embedder_state = nnx.split(nnx.eval_shape(lambda: Embedder(self.config, nnx.Rngs(0))))
-        self._block, block_state = nnx.split(nnx.eval_shape(lambda: Block(self.config, nnx.Rngs(0))))
+        self.stacks = stacks(self.config)
+        split = [nnx.split(nnx.eval_shape(functools.partial(_block, stack))) for stack in self.stacks]
+        self._blocks = [definition for definition, _ in split]
         self.axes: Params = {
             "token_embedder": _axes(embedder_state, ()),
-            "layers": _axes(block_state, ("layers",)),
+            "layers": from_stacks([_axes(state, ("layers",)) for _, state in split], self.stacks),
         }
         self.learned = learned_encodings(hooks)
         if self.learned:
@@ -83,25 +95,22 @@ class Model:
     @functools.cached_property
     def encoding_settings(self) -> dict[str, dict[str, Parameter]]:
         """The parameters of `layers.positional` on one layer: shapes, axes, and how they are trained."""
-        return {name: parameter_settings(one, self.head_shape) for name, (one, _) in self.learned.items()}
-
-    @property
-    def head_shape(self) -> HeadShape:
-        """The sizes on which parameters of encodings depend."""
-        config = self.config
-        return HeadShape(config.heads, config.kv_heads, config.head_dim, config.d_model)
+        return {
+            name: parameter_settings(one, sizes_for(self.config, one, at)) for name, (one, at) in self.learned.items()
+        }
 
     def init(self, key: jax.Array) -> Params:
         """Random parameters from one key. They are equal on any mesh, because no key depends on a device."""
 
-        def block(key: jax.Array) -> Params:
-            return nnx.to_pure_dict(nnx.state(Block(self.config, nnx.Rngs(params=key))))
+        def blocks(stack: Stack, keys: jax.Array) -> Params:
+            return jax.vmap(lambda key: nnx.to_pure_dict(nnx.state(_block(stack, key))))(keys)
 
         embedder_key, layers_key = jax.random.split(key)
-        layers = jax.vmap(block)(jax.random.split(layers_key, self.config.layers))
+        keys = jax.random.split(layers_key, self.config.layers)
+        layers = from_stacks([blocks(one, keys[np.asarray(one.layers)]) for one in self.stacks], self.stacks)
         if self.learned:
             layers["positional"] = {
-                name: init_encoding(name, encoding, at, key, self.head_shape, self.config.layers)
+                name: init_encoding(name, encoding, at, key, sizes_for(self.config, encoding, at), self.config.layers)
                 for name, (encoding, at) in self.learned.items()
             }
         return {
@@ -148,44 +157,54 @@ class Model:
         states. `collect`: with the outputs of all layers.
         """
         config = self.config
-        if schedule.num_layers != config.layers:
-            raise ConfigError(f"The schedule has {schedule.num_layers} layers and the model {config.layers}.")
-        if schedule.inv_freq.shape[1:] != (config.heads, config.head_dim // 2):
-            raise ConfigError(
-                f"The schedule is for {schedule.inv_freq.shape[1]} heads of {2 * schedule.inv_freq.shape[2]} "
-                f"channels, and the model has {config.heads} of {config.head_dim}."
-            )
+        check_schedule(config, schedule)
         schedule.check_length(tokens.shape[1])
         tokens, positions, segments, places = _reordered(tokens, positions, segments)
         at = jnp.asarray(index_positions(tokens.shape[1])) if positions is None else positions
         schedule = jax.tree.map(lambda a: jax.lax.stop_gradient(jnp.asarray(a)), schedule)
         shared = self.shared_tables(schedule, at)  # outside the scan
-        block_params, learned = split_layers(params["layers"])
+        blocks, learned = split_layers(params["layers"])
         check_learned(learned, schedule.hooks)
         x = self.embed(params, tokens, at, schedule, learned)
-        data = (block_params, layer_arrays(schedule))
+        data = (stacked_blocks(blocks, self.stacks), (layer_arrays(schedule), self.layer_inputs(params, tokens, x)))
+        keys_values: dict[int, KeysValues] = {}  # of the layers whose keys others attend to
+        one_shape = len({stack.config.head_dim for stack in self.stacks}) == 1
 
-        def layer(x: jax.Array, data: Any, learned: Any, structure: LayerStructure) -> tuple[jax.Array, Any, Auxiliary]:
-            block_params, arrays = data
+        def layer(
+            x: jax.Array, block_params: Params, data: Any, learned: Any, keys_values: Any, structure: LayerStructure
+        ) -> tuple[jax.Array, Any, Auxiliary]:
+            arrays, embedded = data
             encoding = self.layer_encoding(arrays, structure, at, shared, learned)
-            return self.block(block_params)(x, encoding, positions, segments, structure.window, self.backward)
+            given = LayerInputs(keys_values.get(structure.keys_of), embedded)
+            block = self.block(block_params, structure.shape)
+            return block(x, encoding, positions, segments, structure.window, self.backward, given)
 
         policy, collected = REMAT_POLICIES[config.remat], []
         for repetition in repetitions(schedule.structure):
             pattern = schedule.structure[repetition.start : repetition.start + repetition.period]
 
-            def group(x: jax.Array, data: Any, pattern: tuple[LayerStructure, ...] = pattern) -> tuple[jax.Array, Any]:
-                (stacked, learned), found = data, []
+            def group(
+                keys_values: Any, x: jax.Array, data: Any, pattern: tuple[LayerStructure, ...] = pattern
+            ) -> tuple[jax.Array, Any]:
+                (blocks, stacked, learned), found = data, []
                 for i, structure in enumerate(pattern):
-                    x, attended, auxiliary = layer(x, jax.tree.map(lambda a, i=i: a[i], stacked), learned[i], structure)
-                    found.append(((x, attended) if collect else None, auxiliary))
-                return x, jax.tree.map(lambda *each: jnp.stack(each), *found)
+                    place = [one.shape for one in pattern[:i]].count(structure.shape)
+                    block_params = jax.tree.map(lambda a, at=place: a[at], blocks[structure.shape])
+                    of_layer = jax.tree.map(lambda a, i=i: a[i], stacked)
+                    x, (attended, own), auxiliary = layer(x, block_params, of_layer, learned[i], keys_values, structure)
+                    found.append(((x, attended if one_shape else None) if collect else None, auxiliary))
+                # A layer whose keys others attend to has no equal, and so is alone in its repetition.
+                read = None if structure.keys_of is None or structure.keys_of in keys_values else own
+                return x, (jax.tree.map(lambda *each: jnp.stack(each), *found), read)
 
             if policy is not None:
                 group = jax.checkpoint(group, policy=policy, prevent_cse=not config.scan)
             with jax.named_scope("layers"):
                 of_repetition = tuple(learned_of_repetition(learned, schedule.structure, repetition))
-                x, found = _repeat(group, x, data, of_repetition, repetition, config.scan)
+                run = functools.partial(group, keys_values)
+                x, (found, own) = _repeat(run, x, data, of_repetition, repetition, schedule.structure, config.scan)
+            if own is not None:
+                keys_values = keys_values | {repetition.start: own}
             collected.append(found)
         streams, of_layers = jax.tree.map(lambda *each: jnp.concatenate(each), *collected)
         auxiliary = Auxiliary(
@@ -220,9 +239,18 @@ class Model:
         x = added_to_embeddings(learned, schedule, x, positions)
         return constrain(x, "batch", "length", "activation_embed")
 
-    def block(self, block_params: Params) -> Block:
-        """One layer, from its part of the stacked parameters."""
-        return nnx.merge(self._block, block_params)
+    def block(self, block_params: Params, shape: int = 0) -> Block:
+        """One layer, from its part of the stacked parameters of its shape (`LayerStructure.shape`)."""
+        return nnx.merge(self._blocks[shape], block_params)
+
+    def shape_of(self, structure: LayerStructure) -> ModelConfig:
+        """The config with the sizes of a layer."""
+        return self.stacks[structure.shape].config
+
+    def layer_inputs(self, params: Params, tokens: Tokens, x: Float[Array, "B T D"]) -> Float[Array, "N B T P"] | None:
+        """The input of its own of each layer, from the tokens and their embedding; None: the model has none."""
+        of_layers = nnx.merge(self._embedder, params["token_embedder"]).layer_inputs
+        return None if of_layers is None else of_layers(tokens, x)
 
     def layer_encoding(
         self,
@@ -245,7 +273,7 @@ class Model:
             cos, sin = rotation_tables(*rotation, positions) if tables is None else tables
         slope = slope if structure.slopes else None
         if self.config.attention_scale:
-            logit_scale = logit_scale * (self.config.attention_scale * self.config.head_dim**0.5)
+            logit_scale = logit_scale * (self.config.attention_scale * self.shape_of(structure).head_dim ** 0.5)
         hooks = Hooks(tuple((learned or {}).get(one.parameters, {}) for one in structure.hooks), structure.hooks)
         return LayerEncoding(cos, sin, slope, logit_scale, hooks, rotation, self.config.attention_soft_cap or None)
 
@@ -259,8 +287,9 @@ class Model:
 
     def _rotation(self, fixed_freq: jax.Array, gain: jax.Array, structure: LayerStructure) -> KeyRotation:
         """The distinct ones among the H rotations of a layer: one, one per key head, or all."""
-        step = {"shared": self.config.heads, "grouped": self.config.heads // self.config.kv_heads, "split": 1}
-        chosen = slice(None, None, step[structure.heads])
+        config = self.shape_of(structure)
+        step = {"shared": config.heads, "grouped": config.heads // config.kv_heads, "split": 1}
+        chosen = slice(None, None, step[structure.heads]), slice(structure.pairs)
         return KeyRotation(fixed_freq[chosen], gain[chosen])
 
     def attention_request(
@@ -272,8 +301,8 @@ class Model:
         sequences: int | None = None,
     ) -> AttentionRequest:
         """The request of one layer for sequences of `length` tokens; other arguments as in `layer_request`."""
-        config = self.config
-        channels = cached_sizes(structure.hooks, self.head_shape).key_channels
+        config = self.shape_of(structure)
+        channels = cached_sizes(structure.hooks, head_shape(config)).key_channels
         heads = config.heads, config.kv_heads, max(config.head_dim, channels)
         backward = self.backward and not partial  # only KV caches request `partial`
         return layer_request(
@@ -338,6 +367,10 @@ class Model:
         return with_auxiliary(loss, auxiliary, batch["weights"])
 
 
+def _block(stack: Stack, key: jax.Array | int = 0) -> Block:
+    return Block(stack.config, nnx.Rngs(params=key), own_keys=stack.keys_of is None)
+
+
 class ForwardPass(NamedTuple):
     """The result of `Model.forward`.
 
@@ -345,7 +378,8 @@ class ForwardPass(NamedTuple):
       hidden: the input of the head, in the order of a mesh with a context axis.
       places: of each token in that order; None: tokens are in order.
       auxiliary: losses summed over layers, and metrics averaged over them.
-      layers: outputs of the layers [N, B, places, D] and of their attention [N, B, places, H, K], where collected.
+      layers: outputs of the layers [N, B, places, D] and of their attention [N, B, places, H, K], where collected;
+        None for the latter where layers differ in K.
     """
 
     hidden: Float[Array, "B places D"]
@@ -416,14 +450,26 @@ def layer_arrays(schedule: Schedule) -> tuple[jax.Array | np.ndarray, ...]:
 
 
 def _repeat(
-    group: Any, x: jax.Array, data: Any, learned: Any, repetition: Repetition, scan: bool
+    group: Any,
+    x: jax.Array,
+    data: Any,
+    learned: Any,
+    repetition: Repetition,
+    structure: Sequence[LayerStructure],
+    scan: bool,
 ) -> tuple[jax.Array, Any]:
     """Applies `group`, one period of layers, to each of its parts of `data`; what it returns beside x is stacked."""
-    stop = repetition.start + repetition.period * repetition.repeats
-    part = jax.tree.map(
-        lambda a: a[repetition.start : stop].reshape(repetition.repeats, repetition.period, *a.shape[1:]), data
-    )
-    part = (part, learned)
+
+    def part(stacked: Any, start: int, period: int) -> Any:
+        stop = start + period * repetition.repeats
+        return jax.tree.map(lambda a: a[start:stop].reshape(repetition.repeats, period, *a.shape[1:]), stacked)
+
+    (blocks, stacked), shapes = data, [one.shape for one in structure]
+    pattern = shapes[repetition.start : repetition.start + repetition.period]
+    own = {
+        shape: part(blocks[shape], shapes[: repetition.start].count(shape), pattern.count(shape)) for shape in pattern
+    }
+    part = (own, part(stacked, repetition.start, repetition.period), learned)
     if scan and repetition.repeats > 1:
         x, found = jax.lax.scan(group, x, part)
         return x, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), found)

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Shaped
 from pe_lab.config import DistillConfig
 from pe_lab.errors import ConfigError
 from pe_lab.model.decoder import LossSums, Model, Params, in_order, with_auxiliary
+from pe_lab.model.layer_shapes import require_equal_heads
 from pe_lab.model.loss import Teacher, distillation_loss
 from pe_lab.positional import Schedule
 
@@ -53,6 +54,8 @@ class DistilledLoss:
     def __init__(self, model: Model, teacher: Model, config: DistillConfig):
         self.model, self.teacher, self.how = model, teacher, config
         self.streams = bool(config.hidden or config.attention)
+        if config.attention:
+            require_equal_heads(model.config, range(model.config.layers), "distill.attention")
         names = ["vocab_size", *(["layers", "d_model", "heads", "head_dim"] if self.streams else [])]
         for name in names:
             mine, its = getattr(model.config, name), getattr(teacher.config, name)

@@ -20,10 +20,11 @@ from pe_lab.attention import attention
 from pe_lab.config import MeshConfig, ModelConfig
 from pe_lab.errors import ConfigError, UnsupportedError, UserError, is_external
 from pe_lab.model.decoder import Model, Params, layer_arrays
+from pe_lab.model.layer_shapes import model_schedule
 from pe_lab.model.learned import learned_of_layer
 from pe_lab.model.programs import ChunkedForward
 from pe_lab.parallel import AxisRules, make_mesh, use_mesh
-from pe_lab.positional import Layer, build_schedule, label
+from pe_lab.positional import Layer, label
 from pe_lab.positional.hooks import has
 
 ArrayLike = jax.Array | np.ndarray
@@ -76,7 +77,7 @@ class TinyModel:
     def __init__(self, layer: Layer, config: ModelConfig = CONFIG, seed: int = 0):
         self.layer, self.config = layer, config
         layers = (layer,) * config.layers
-        self.schedule = build_schedule(layers, config.heads, config.kv_heads, config.head_dim)
+        self.schedule = model_schedule(config, layers)
         self.model = Model(config, hooks=self.schedule.hooks)
         self.initial = jit(self.model.init)(jax.random.key(seed))
         blocks, random = self.initial["layers"], np.random.default_rng(seed)

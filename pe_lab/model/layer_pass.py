@@ -15,8 +15,10 @@ from pe_lab.attention import LayerEncoding, attention
 from pe_lab.attention.hooks import encoded
 from pe_lab.attention.statistics import refuse_sharded_sequences
 from pe_lab.config import ModelConfig
-from pe_lab.errors import ConfigError
+from pe_lab.errors import ConfigError, UnsupportedError
 from pe_lab.model.decoder import Model, Params, layer_arrays
+from pe_lab.model.layer_input import LayerInputs
+from pe_lab.model.layer_shapes import stacked_blocks
 from pe_lab.model.learned import learned_of_layer, split_layers
 from pe_lab.positional import LayerStructure, Schedule
 
@@ -91,7 +93,7 @@ def layer_pass(
     # Traced and not computed, for the errors of a schedule that does not fit.
     jax.eval_shape(functools.partial(model.hidden, schedule=schedule), params, tokens, positions, segments)
     chosen = checked_layers(model.config.layers, layers)
-    run = _runner(model, params, schedule, positions, segments)
+    run = _runner(model, params, schedule, positions, segments, jnp.asarray(tokens))
     return _measured(run, functools.partial(embed, model, params, tokens, schedule, positions), measure, chosen, data)
 
 
@@ -110,7 +112,15 @@ def advance(
 
     The input of layer 0 is `embed`'s, and that of layer N the output of the last layer. Layers of one structure share
     a compiled program. Other arguments as in `layer_pass`.
+
+    Raises:
+      UnsupportedError: layers take more than x from those before them, or from the tokens.
     """
+    if model.config.per_layer_input or any(one.keys_of is not None for one in schedule.structure):
+        raise UnsupportedError(
+            "A pass that begins within the model needs layers that take the residual stream alone, and this model's "
+            "take keys and values of earlier layers, or inputs of the tokens."
+        )
     run = _runner(model, params, schedule, positions, segments)
     x = jnp.array(x)  # a copy, because each layer's program reuses its input's memory
     for n in range(start, stop):
@@ -154,16 +164,35 @@ def _embed(model: Model, params: Params, tokens: Any, positions: Any, schedule: 
     return model.embed(params, tokens, positions, schedule, split_layers(params["layers"])[1])
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _layer_inputs(model: Model, params: Params, tokens: Any, x: jax.Array) -> Any:
+    return model.layer_inputs(params, tokens, x)
+
+
 def _runner(
-    model: Model, params: Params, schedule: Schedule, positions: Any, segments: Any
+    model: Model, params: Params, schedule: Schedule, positions: Any, segments: Any, tokens: Any = None
 ) -> Callable[..., tuple[jax.Array, Any]]:
-    """A function (n, x, measure, data) -> the output of layer n, and what was measured in it."""
+    """A function (n, x, measure, data) -> the output of layer n, and what was measured in it; for ascending n.
+
+    `tokens`: of which a model's layers may have inputs of their own.
+    """
     positions, segments = (None if x is None else jnp.asarray(x) for x in (positions, segments))
-    stacked = split_layers(params["layers"])[0], layer_arrays(jax.tree.map(jnp.asarray, schedule))
+    blocks = stacked_blocks(split_layers(params["layers"])[0], model.stacks)
+    arrays = layer_arrays(jax.tree.map(jnp.asarray, schedule))
+    keys_values: dict[int, Any] = {}  # of the layers whose keys others attend to
+    embedded: list[Any] = []  # the inputs of its own of each layer
 
     def run(n: int, x: jax.Array, measure: Measure | None = None, data: Any = None) -> tuple[jax.Array, Any]:
         learned, structure = learned_of_layer(params["layers"], schedule.structure, n), schedule.structure[n]
-        return _layer(model, structure, measure, x, stacked, learned, jnp.int32(n), positions, segments, data)
+        place = jnp.int32(model.stacks[structure.shape].layers.index(n))
+        if n == 0 and model.config.per_layer_input:
+            embedded.extend(_layer_inputs(model, params, tokens, x))
+        given = LayerInputs(keys_values.get(structure.keys_of), embedded[n] if embedded else None)
+        stacked = (blocks[structure.shape], place), (arrays, jnp.int32(n))
+        x, own, found = _layer(model, structure, measure, x, stacked, learned, given, positions, segments, data)
+        if structure.keys_of == n:
+            keys_values[n] = own
+        return x, found
 
     return run
 
@@ -175,26 +204,33 @@ def _layer(
     structure: LayerStructure,
     measure: Measure | None,
     x: Float[jax.Array, "B T D"],
-    stacked: tuple[Params, tuple[jax.Array, ...]],
+    stacked: tuple[tuple[Any, Int[jax.Array, ""]], ...],
     learned: dict[str, Params],
-    n: Int[jax.Array, ""],
+    given: LayerInputs,
     positions: Int[jax.Array, "#B T"] | None,
     segments: Int[jax.Array, "B T"] | None,
     data: Any,
-) -> tuple[Float[jax.Array, "B T D"], Any]:
-    """The output of layer n, and what was measured in it."""
-    params, arrays = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, n, keepdims=False), stacked)
+) -> tuple[Float[jax.Array, "B T D"], Any, Any]:
+    """The output of a layer, its keys and values if others attend to them, and what was measured in it.
+
+    `stacked`: the blocks of its shape and its place among them, the arrays of the schedule and its number.
+    """
+    params, arrays = (
+        jax.tree.map(lambda a, at=at: jax.lax.dynamic_index_in_dim(a, at, keepdims=False), one) for one, at in stacked
+    )
+    n = stacked[1][1]
     at = jnp.arange(x.shape[1], dtype=jnp.int32)[None] if positions is None else positions
     encoding = model.layer_encoding(arrays, structure, at, learned=learned)
     chunk, window = model.config.attention_chunk, structure.window
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, normed: jax.Array) -> tuple[jax.Array, Any]:
+        own = None if structure.keys_of is None or given.keys_values is not None else (k, v)
         common = dict(x=normed, positions=positions, segments=segments, window=window)
         out = attention(q, k, v, encoding, implementation=model.config.attention, chunk=chunk, backward=False, **common)
         if measure is None:
-            return out, None
+            return out, (own, None)
         view = LayerView(x, normed, q, k, v, encoding, positions, segments, window, params, n, chunk)
-        return out, measure(view, data)
+        return out, (own, measure(view, data))
 
-    x, found, _ = model.block(params).attend_by(x, attend)
-    return x, found
+    x, (own, found), _ = model.block(params, structure.shape).attend_by(x, attend, given)
+    return x, own, found

@@ -14,9 +14,7 @@ from jaxtyping import Array, Float, Int
 from pe_lab.errors import ConfigError
 from pe_lab.model.shape import Repetition
 from pe_lab.positional import Encoding, HeadShape, LayerHooks, LayerStructure, Schedule
-from pe_lab.positional.codec import ranges
-from pe_lab.positional.hooks import acts_in_layers, call_for_array, initial, parameter_settings
-from pe_lab.positional.registry import registered_name
+from pe_lab.positional.hooks import call_for_array, initial
 
 Params = dict[str, Any]
 
@@ -120,71 +118,3 @@ def learned_values(learned: Mapping[str, Params]) -> dict[str, jax.Array]:
             flat = stacked.astype(jnp.float32).reshape(len(stacked), -1)
             found[f"{name}.{parameter}"] = jnp.stack([flat.mean(1), flat.min(1), flat.max(1)])
     return found
-
-
-def carried(
-    params: Params,
-    before: Sequence[tuple[LayerHooks, ...]],
-    after: Sequence[tuple[LayerHooks, ...]],
-    shape: HeadShape,
-    seed: int = 0,
-    shardings: Any = None,
-) -> tuple[Params, str]:
-    """The parameters of a child whose layers have other encodings than its parent's.
-
-    A layer keeps the parameters of an encoding that it had, by its registered name, if they have the same shapes; those
-    of an encoding that is new to it are initialized, and those that no layer has any more are left out.
-
-    Args:
-      params: of the parent.
-      before, after: the hooks of every layer of both.
-      shape: the sizes of both.
-      seed: of the initial parameters.
-      shardings: of the child's parameters; None: where the compiler puts them.
-
-    Returns:
-      the child's parameters, and what was done in words; "" for nothing.
-    """
-    learns = learned_encodings(after)
-    if learned_encodings(before) == learns:
-        return params, ""
-    settings = {name: parameter_settings(encoding, shape) for name, (encoding, _) in learns.items()}
-    old = split_layers(params["layers"])[1]
-    places = {key: layers for key, (_, layers) in learned_encodings(before).items()}
-
-    def former(n: int, name: str) -> tuple[str, int] | None:
-        """The key and the place of the parent's parameters of layer n of an encoding with the same name and shapes.
-
-        What is added to the embeddings has them on any layer.
-        """
-        encoding, _ = learns[name]
-        wanted = {field: one.value.shape for field, one in settings[name].items()}
-        for m in [n] if acts_in_layers(encoding) else range(len(before)):
-            for one, key, _ in before[m]:
-                same = key is not None and registered_name(one) == registered_name(encoding)
-                if same and {field: leaf.shape[1:] for field, leaf in old[key].items()} == wanted:
-                    return key, places[key].index(m)
-        return None
-
-    kept = {name: [former(n, name) for n in layers] for name, (_, layers) in learns.items()}
-
-    def child(params: Params) -> Params:
-        blocks, old = split_layers(params["layers"])
-        learned = {}
-        for name, (encoding, layers) in learns.items():
-            new = init_encoding(name, encoding, layers, jax.random.key(seed), shape, len(after))
-            for i, source in enumerate(kept[name]):
-                if source is not None:
-                    key, at = source
-                    new = jax.tree.map(lambda a, b, i=i, at=at: a.at[i].set(b[at]), new, old[key])
-            learned[name] = new
-        return {**params, "layers": {**blocks, **({"positional": learned} if learned else {})}}
-
-    found = jax.jit(child, out_shardings=shardings)(params)
-    words = []
-    for name, (_, layers) in learns.items():
-        if fresh := [n for n, source in zip(layers, kept[name], strict=True) if source is None]:
-            words.append(f"parameters of {name} initialized on layers {ranges(fresh)}")
-    dropped = set(places) - {source[0] for sources in kept.values() for source in sources if source is not None}
-    words += [f"those of {name} left out" for name in sorted(dropped)]
-    return found, "; ".join(words)

@@ -15,8 +15,9 @@ from pe_lab.attention import LayerEncoding, attention
 from pe_lab.config import ModelConfig
 from pe_lab.model.embedding import embedding_lookup
 from pe_lab.model.feed_forward import FEED_FORWARDS, MLP, Auxiliary, branch_std
+from pe_lab.model.layer_input import NO_INPUTS, KeysValues, LayerEmbedding, LayerInput, LayerInputs
 from pe_lab.model.loss import Head
-from pe_lab.model.norms import qk_norm, stream_norm
+from pe_lab.model.norms import qk_norm, stream_norm, unscaled
 from pe_lab.model.projections import constant, normal, project
 from pe_lab.parallel import constrain
 
@@ -24,37 +25,49 @@ BLOCKS = ("pre_norm", "post_norm", "pre_post_norm", "parallel", "parallel_one_no
 
 
 class Attention(nnx.Module):
-    """The parameters of grouped-query attention: projections, and optional QK-norm before rotation."""
+    """The parameters of grouped-query attention: projections, and optional QK-norm before rotation.
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    `own_keys`: False for a layer that attends to another one's keys and values.
+    """
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, own_keys: bool = True):
         D, H, G, K, std = config.d_model, config.heads, config.kv_heads, config.head_dim, config.init_std
         self.query = normal(rngs, (D, H, K), std, ("embed", "heads", "head_dim"))
-        self.key = normal(rngs, (D, G, K), std, ("embed", "kv_heads", "head_dim"))
-        self.value = normal(rngs, (D, G, K), std, ("embed", "kv_heads", "head_dim"))
+        own_values = own_keys and not config.values_are_keys
+        self.key = normal(rngs, (D, G, K), std, ("embed", "kv_heads", "head_dim")) if own_keys else None
+        self.value = normal(rngs, (D, G, K), std, ("embed", "kv_heads", "head_dim")) if own_values else None
         self.out = normal(rngs, (H, K, D), branch_std(config), ("heads", "head_dim", "embed"))
         bias, out_bias = config.attention_bias, config.output_bias
         self.query_bias = constant(0.0, (H, K), ("heads", "head_dim")) if bias else None
-        self.key_bias = constant(0.0, (G, K), ("kv_heads", "head_dim")) if bias else None
-        self.value_bias = constant(0.0, (G, K), ("kv_heads", "head_dim")) if bias else None
+        self.key_bias = constant(0.0, (G, K), ("kv_heads", "head_dim")) if bias and own_keys else None
+        self.value_bias = constant(0.0, (G, K), ("kv_heads", "head_dim")) if bias and own_values else None
         self.out_bias = constant(0.0, (D,), ("vector",)) if out_bias else None
         self.query_norm = qk_norm(config, H, "heads") if config.qk_norm != "none" else None
         of_keys = config.qk_norm in ("head", "flat", "layer_heads")
-        self.key_norm = qk_norm(config, G, "kv_heads") if of_keys else None
+        self.key_norm = qk_norm(config, G, "kv_heads") if of_keys and own_keys else None
         self.config = config
 
     def queries_keys_values(
-        self, x: Float[Array, "B T D"]
+        self, x: Float[Array, "B T D"], shared: KeysValues | None = None
     ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T G K"], Float[Array, "B T G K"]]:
-        """Queries, keys and values, projected and normalized, not rotated."""
-        q = project("query", x, self.query, self.query_bias)
-        k = project("key", x, self.key, self.key_bias)
-        v = project("value", x, self.value, self.value_bias)
-        if bound := self.config.qkv_clip:
-            q, k, v = (jnp.clip(one, -bound, bound) for one in (q, k, v))
-        q = constrain(q, "batch", "length", "heads", "head_dim")
-        k = constrain(k, "batch", "length", "kv_heads", "head_dim")
-        v = constrain(v, "batch", "length", "kv_heads", "head_dim")
-        return q if self.query_norm is None else self.query_norm(q), k if self.key_norm is None else self.key_norm(k), v
+        """Queries, keys and values, projected and normalized, not rotated; `shared`: those of an earlier layer."""
+        bound = self.config.qkv_clip
+
+        def projected(name: str, heads: str, weights: nnx.Param, bias: nnx.Param | None) -> jax.Array:
+            found = project(name, x, weights, bias)
+            found = jnp.clip(found, -bound, bound) if bound else found
+            return constrain(found, "batch", "length", heads, "head_dim")
+
+        q = projected("query", "heads", self.query, self.query_bias)
+        q = _applied(self.query_norm, q)
+        if self.key is None:
+            return q, *shared
+        k = v = projected("key", "kv_heads", self.key, self.key_bias)
+        if self.value is not None:
+            v = projected("value", "kv_heads", self.value, self.value_bias)
+        if self.config.value_norm:
+            v = unscaled(v, self.config.norm_epsilon)
+        return q, _applied(self.key_norm, k), v
 
     def project_out(self, out: Float[Array, "B T H K"]) -> Float[Array, "B T D"]:
         """The output projection of attention."""
@@ -65,15 +78,17 @@ class Attention(nnx.Module):
 class Block(nnx.Module):
     """One layer: attention and feed-forward, with the norms that `ModelConfig.block` places around them."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, own_keys: bool = True):
         before, after = config.block != "post_norm", config.block in ("post_norm", "pre_post_norm")
         self.attention_norm = stream_norm(config) if before else None
-        self.attention = Attention(config, rngs)
+        self.attention = Attention(config, rngs, own_keys)
         self.attention_post_norm = stream_norm(config) if after else None
         self.mlp_norm = stream_norm(config) if before and config.block != "parallel_one_norm" else None
         self.mlp = None if config.feed_forward else MLP(config, rngs)
         self.feed_forward = FEED_FORWARDS[config.feed_forward](config, rngs) if config.feed_forward else None
         self.mlp_post_norm = stream_norm(config) if after else None
+        self.layer_input = LayerInput(config, rngs) if config.per_layer_input else None
+        self.layer_scale = constant(1.0, (1,), ("vector",)) if config.layer_scale else None
 
     def __call__(
         self,
@@ -83,8 +98,10 @@ class Block(nnx.Module):
         segments: Int[Array, "B T"] | None,
         window: int | None,
         backward: bool = True,
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T H K"], Auxiliary]:
-        """The output of the layer, that of its attention before the output projection, and its auxiliary numbers."""
+        given: LayerInputs = NO_INPUTS,
+    ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "B T H K"], KeysValues], Auxiliary]:
+        """The output of the layer, that of its attention before the output projection with the keys and values, not
+        rotated, and its auxiliary numbers."""
         config = self.attention.config
         attend = functools.partial(
             attention,
@@ -97,19 +114,22 @@ class Block(nnx.Module):
             backward=backward,
         )
 
-        def named(q: jax.Array, k: jax.Array, v: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def named(q: jax.Array, k: jax.Array, v: jax.Array, x: jax.Array) -> tuple[jax.Array, Any]:
             with jax.named_scope("attend"):
                 attended = attend(q, k, v, x=x)
-                return attended, attended
+                return attended, (attended, (k, v))
 
-        return self.attend_by(x, named)
+        return self.attend_by(x, named, given)
 
     def attention_input(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """The input of the attention's projections, from that of the layer."""
         return _applied(self.attention_norm, x)
 
     def attend_by(
-        self, x: Float[Array, "B T D"], attend: Callable[..., tuple[jax.Array, Any]]
+        self,
+        x: Float[Array, "B T D"],
+        attend: Callable[..., tuple[jax.Array, Any]],
+        given: LayerInputs = NO_INPUTS,
     ) -> tuple[Float[Array, "B T D"], Any, Auxiliary]:
         """The layer with another attention: `attend(q, k, v, x)` returns its output and a second result (a KV cache).
 
@@ -118,7 +138,7 @@ class Block(nnx.Module):
         block, factor = self.attention.config.block, self.attention.config.residual_multiplier
         with jax.named_scope("attention"):
             normed = self.attention_input(x)
-            attended, result = attend(*self.attention.queries_keys_values(normed), normed)
+            attended, result = attend(*self.attention.queries_keys_values(normed, given.keys_values), normed)
             attended = _applied(self.attention_post_norm, self.attention.project_out(attended))
             attended = attended if factor == 1 else attended * factor
         stream = x if block.startswith("parallel") else constrain(x + attended, "batch", "length", "activation_embed")
@@ -130,6 +150,11 @@ class Block(nnx.Module):
             update = update if factor == 1 else update * factor
         # Under tensor parallelism, XLA joins the all-reduces of two parallel branches into one.
         x = x + (attended + update) if stream is x else stream + update
+        if self.layer_input is not None:
+            x = x + self.layer_input(x, given.embedded)
+        if self.layer_scale is not None:
+            # Transformers has it as a buffer, which no optimizer changes.
+            x = x * jax.lax.stop_gradient(self.layer_scale[...]).astype(x.dtype)
         return constrain(x, "batch", "length", "activation_embed"), result, auxiliary
 
 
@@ -147,6 +172,7 @@ class Embedder(nnx.Module):
         self.final_norm = stream_norm(config)
         self.unembedding = None if config.tie_embeddings else normal(rngs, (V, D), config.init_std, ("vocab", "embed"))
         self.unembedding_bias = constant(0.0, (V,), ("vocab",)) if config.unembedding_bias else None
+        self.layer_inputs = LayerEmbedding(config, rngs) if config.per_layer_input else None
         self.config = config
 
     def embed(self, tokens: Int[Array, "B T"], dtype: jnp.dtype) -> Float[Array, "B T D"]:

@@ -52,6 +52,13 @@ class LayerNorm(nnx.Module):
             return (wide if self.bias is None else wide + self.bias[...]).astype(x.dtype)
 
 
+def unscaled(x: Float[Array, "*batch K"], epsilon: float) -> Float[Array, "*batch K"]:
+    """`RMSNorm` of the last axis, without a scale."""
+    with jax.named_scope("norm"):
+        wide = x.astype(jnp.float32)
+        return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)).astype(x.dtype)
+
+
 NORMS = {
     "rms": RMSNorm,
     "rms_plus_one": functools.partial(RMSNorm, plus_one=True),

@@ -67,8 +67,10 @@ class Programs:
         # A chunk may be one token: devices of a context axis shard the cache, not the chunk.
         self._mesh, self._rules = mesh, dataclasses.replace(rules or AxisRules(), length=None)
         with self.on_mesh():
-            request = self.model.attention_request(LayerStructure(), length=1, partial=True)
-            self.kernel = kernel or cache_kernel(config.attention, request)
+            shapes = [LayerStructure(shape=n) for n in range(len(self.model.stacks))]
+            requests = [self.model.attention_request(one, length=1, partial=True) for one in shapes]
+            kernels = {cache_kernel(config.attention, request) for request in requests}
+            self.kernel = kernel or (kernels.pop() if len(kernels) == 1 else None)
         self.rows_at_once = mesh.shape["data"] * mesh.shape["fsdp"] if mesh is not None else 1
         self._device = SingleDeviceSharding(jax.local_devices()[0]) if mesh is None else None
         make = functools.partial(allocate, self.model.config)
@@ -176,10 +178,10 @@ class Programs:
             stacked = weights.params["layers"]
             if self._on_cpu:
                 # Slices of numpy arrays are views, which JAX uses in place: there is no second copy of the weights.
-                views = arrange_layers(jax.tree.map(np.asarray, stacked), layout)
+                views = arrange_layers(jax.tree.map(np.asarray, stacked), layout, self.model.stacks)
                 weights.repetitions[key] = jax.tree.map(jax.device_put, views)
             else:
-                weights.repetitions[key] = arrange_layers(stacked, layout)
+                weights.repetitions[key] = arrange_layers(stacked, layout, self.model.stacks)
         return {
             "token_embedder": weights.params["token_embedder"],
             "positional": split_layers(weights.params["layers"])[1],

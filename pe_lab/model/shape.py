@@ -1,9 +1,8 @@
-"""The shape of a model: its completed config, its repeated layers, and the FLOPs of a train step."""
+"""The shape of a model: its completed config, and its repeated layers."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,10 +12,10 @@ from pe_lab.attention import IMPLEMENTATIONS
 from pe_lab.attention.key_block import RESIDUALS
 from pe_lab.config import ModelConfig, check_bounds
 from pe_lab.errors import ConfigError, did_you_mean
-from pe_lab.model.feed_forward import ACTIVATIONS, FEED_FORWARDS, parameter_sizes
+from pe_lab.model.feed_forward import ACTIVATIONS, FEED_FORWARDS
+from pe_lab.model.layer_shapes import check_shapes
 from pe_lab.model.modules import BLOCKS
 from pe_lab.model.norms import NORMS, QK_NORMS
-from pe_lab.positional import LayerStructure
 
 _products = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 
@@ -73,27 +72,8 @@ def complete(config: ModelConfig) -> ModelConfig:
             raise ConfigError(f"model.{field} is '{value}'. " + did_you_mean(str(value), list(allowed)))
     if config.dtype not in ("float32", "bfloat16"):
         raise ConfigError(f"model.dtype is '{config.dtype}'; it must be float32 or bfloat16.")
+    check_shapes(config)
     return config
-
-
-def least_parameters(config: ModelConfig) -> int:
-    """The parameters of the matrices of a completed config, by arithmetic alone; norms and biases are left out."""
-    attention = 2 * config.d_model * config.head_dim * (config.heads + config.kv_heads)
-    embeddings = (1 if config.tie_embeddings else 2) * config.vocab_size * config.d_model
-    return config.layers * (attention + feed_forward_weights(config)) + embeddings
-
-
-def feed_forward_weights(config: ModelConfig) -> int:
-    """The parameters of one layer's feed-forward that a token is multiplied with; norms and biases are left out.
-
-    A registered class says it by `active_weights(config)`, a static method; without one, all of its matrices count.
-    """
-    if not config.feed_forward:
-        return (3 if config.gated_mlp else 2) * config.d_model * config.d_ff
-    kind = FEED_FORWARDS[config.feed_forward]
-    if hasattr(kind, "active_weights"):
-        return kind.active_weights(config)
-    return sum(math.prod(shape) for shape in parameter_sizes(kind, config) if len(shape) > 1)
 
 
 class Repetition(NamedTuple):
@@ -123,49 +103,3 @@ def repetitions(structure: Sequence[Hashable]) -> list[Repetition]:
         found.append(best)
         start += best.period * best.repeats
     return found
-
-
-class Flops(NamedTuple):
-    """Floating-point operations per trained token, under two conventions of MFU.
-
-    `full` counts every query with every key, as PaLM and MaxText do; `causal` counts only visible keys. Neither counts
-    rematerialization.
-    """
-
-    full: float
-    causal: float
-
-    @property
-    def forward(self) -> Flops:
-        """Those of a forward pass: a third of a train step's."""
-        return Flops(self.full / 3, self.causal / 3)
-
-    def plus(self, other: Flops) -> Flops:
-        """Both together."""
-        return Flops(self.full + other.full, self.causal + other.causal)
-
-
-def train_flops_per_token(
-    config: ModelConfig, sequence_length: int, structure: Sequence[LayerStructure] | None = None
-) -> Flops:
-    """FLOPs per token of a train step: 6 per weight of a matrix product, and attention's two products three times.
-
-    They are computed from the shape, because compilers count the body of a scan only once.
-
-    Args:
-      config: completed (`model.complete`).
-      sequence_length: T of the training windows.
-      structure: of the layers; their windows matter for the causal count. None: full attention.
-    """
-    D, H, G, K, T = config.d_model, config.heads, config.kv_heads, config.head_dim, sequence_length
-    of_layer = 2 * D * H * K + 2 * D * G * K + feed_forward_weights(config)
-    weights = config.layers * of_layer + D * config.vocab_size
-    full = causal = 6.0 * weights
-    for n in range(config.layers):
-        window = structure[n].window if structure else None
-        seen = min(window or T, T)
-        # The mean number of visible keys: the first `seen` queries see 1, 2, ... keys, the others `seen`.
-        mean_keys = (seen * (seen + 1) / 2 + (T - seen) * seen) / T
-        full += 12.0 * H * K * T
-        causal += 12.0 * H * K * mean_keys
-    return Flops(full, causal)

@@ -169,13 +169,15 @@ def sequence_memory(
     def activations(tokens: int, shards: int = 1) -> int:
         # The residual stream, its norm and a branch's output; queries, keys and values before and after rotation,
         # and the attention output; gate, up and their product. XLA frees one branch before it begins the other.
-        attended = (3 * config.heads + 4 * config.kv_heads) * config.head_dim
-        hidden = (3 if config.gated_mlp else 2) * config.d_ff
+        shapes = [stack.config for stack in model.stacks]
+        attended = max((3 * one.heads + 4 * one.kv_heads) * one.head_dim for one in shapes)
+        hidden = (3 if config.gated_mlp else 2) * max(one.d_ff for one in shapes)
         logits = min(LOGITS, tokens * config.vocab_size // shards) * 4 * 2
         return tokens * width * (3 * config.d_model + max(attended, hidden) // shards) + logits
 
     # Ring attention holds two slices of a layer's keys and values: the current one, and the one being received.
-    ring = 2 * here * cache_bytes_per_token(config) // shards if parts > 1 else 0
+    largest = max(cache_bytes_per_token(stack.config) for stack in model.stacks)
+    ring = 2 * here * largest // shards if parts > 1 else 0
     in_chunks = cache + activations(min(CHUNK_ELSEWHERE, length))
     return SequenceMemory(cache, activations(here, shards) + ring, in_chunks, -(-cache // chips))
 

@@ -12,7 +12,7 @@ import jax
 
 from pe_lab.config import Config
 from pe_lab.errors import ConfigError, UserError
-from pe_lab.model import Flops, Model
+from pe_lab.model import Flops, Model, model_schedule
 from pe_lab.model.distillation import DistilledInputs, learns
 from pe_lab.parallel import make_mesh
 from pe_lab.parallel.compiler import compiler_name, topology_devices
@@ -20,7 +20,7 @@ from pe_lab.parallel.topology import CHIPS, Topology, placeholder_mesh
 from pe_lab.planning.hlo import largest_buffers, parse
 from pe_lab.planning.memory import Compiled, analyze, analyze_program
 from pe_lab.planning.report import StepReport, report_step
-from pe_lab.positional import Layer, Rope, build_schedule, label
+from pe_lab.positional import Layer, Rope, label
 from pe_lab.training.plan import Estimate, PhasePlan, RunPlan, plan_run, prepared_directories, read_given, step_shapes
 from pe_lab.training.run import open_pipeline
 from pe_lab.training.start import distilled_loss
@@ -165,8 +165,7 @@ def _lower(plan: Plan, phase: PhaseNumbers) -> tuple[Any, float]:
         # or RoPE.
         index, shape = phase.plan.index, model.config
         layers = plan.phases[index - 1].plan.layers if index else (Layer(Rope()),) * shape.layers
-        heads = shape.heads, shape.kv_heads, shape.head_dim
-        its = build_schedule(layers, *heads, config.sequence_length)
+        its = model_schedule(shape, layers, config.sequence_length)
         distilled = distilled_loss(model, shape, its, config.distill, mesh, plan.run.rules)
         schedule = DistilledInputs(schedule, distilled[0].teacher.shapes, its)
     start = time.perf_counter()

@@ -12,7 +12,7 @@ from typing import Any
 from pe_lab.config import MeshConfig
 from pe_lab.evaluation.command_line import parse_length
 from pe_lab.evaluation.targets import weight_shards
-from pe_lab.model import Model
+from pe_lab.model import Model, model_schedule
 from pe_lab.model.cache import cache_bytes_per_token
 from pe_lab.parallel import AxisRules, make_mesh, use_mesh
 from pe_lab.parallel.compiler import NoCompiler, compiler_name, topology_devices
@@ -20,7 +20,6 @@ from pe_lab.parallel.topology import CHIPS, GIB
 from pe_lab.planning.memory import Compiled, OutOfMemory, compile_evaluation, longest, sequence_memory, weight_bytes
 from pe_lab.planning.plan import PhaseNumbers, Plan, compile_phase, explain_phase, plan_json, ruled_out, step_advice
 from pe_lab.planning.report import StepReport, compare, read_report, report_json, report_text
-from pe_lab.positional import build_schedule
 from pe_lab.results.formatting import count
 from pe_lab.terminal import console, table, waiting
 
@@ -103,6 +102,12 @@ def evaluation_text(plan: Plan, phase: PhaseNumbers, length: int) -> str:
         verdict = "" if not chip.memory else "  fits" if needed <= available else "  DOES NOT FIT"
         return size(needed) + verdict
 
+    cached = [stack for stack in model.stacks if stack.keys_of is None]
+    each = "; ".join(
+        f"2 x {one.config.kv_heads} heads x {one.config.head_dim} channels, {config.dtype}: "
+        f"{cache_bytes_per_token(one.config):,} bytes" + (f" ({len(one.layers)} layers)" if one.name else "")
+        for one in cached
+    )
     rows = []
     for tokens in sorted({length, *(2**n for n in range(13, 21)), phase.plan.config.sequence_length}):
         one = sequence_memory(model, structure, tokens, chips, shards)
@@ -117,8 +122,7 @@ def evaluation_text(plan: Plan, phase: PhaseNumbers, length: int) -> str:
     return "\n".join([
         f"evaluating one sequence on {plan.topology.name}, encoding {phase.encoding}, estimated",
         f"  weights, float32 and a copy in {config.dtype}{over}, on each chip: {size(weights)}{left}",
-        f"  keys and values of a token on a layer: 2 x {config.kv_heads} heads x {config.head_dim} channels, "
-        f"{config.dtype}: {cache_bytes_per_token(config):,} bytes; {layers}",
+        f"  keys and values of a token on a layer: {each}; {layers}",
         _indented(header, rows, words=0),
         "  at once: activations of one pass over the sequence, sharded over the chips of a context axis.",
         "  in chunks: the KV cache and the activations of a chunk. decoding: the KV cache, sharded over the chips.",
@@ -218,7 +222,7 @@ def print_evaluation(
         except NoCompiler as reason:
             print(NOT_COMPILED.format(reason))
             continue
-        schedule = build_schedule(phase.plan.layers, config.heads, config.kv_heads, config.head_dim, length)
+        schedule = model_schedule(config, phase.plan.layers, length)
         with use_mesh(mesh, AxisRules()):
             evaluated = Model(config, backward=False)
             attention = list(dict.fromkeys(evaluated.attention_by_layer(schedule.structure, length)))

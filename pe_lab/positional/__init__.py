@@ -63,7 +63,7 @@ from pe_lab.positional.scalings import (
     Scaling,
     Yarn,
 )
-from pe_lab.positional.schedule import LayerStructure, Schedule, build_schedule, describe, layer_hooks
+from pe_lab.positional.schedule import LayerHeads, LayerStructure, Schedule, build_schedule, describe, layer_hooks
 from pe_lab.positional.schemes import (
     XSA,
     ClippedRope,

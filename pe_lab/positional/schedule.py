@@ -7,7 +7,7 @@ import html
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -38,6 +38,7 @@ class LayerStructure:
       heads: `shared`: all heads have the same rotation; `grouped`: groups of query heads have different ones; `split`:
         heads of one group have different ones, so keys are rotated once per query head.
       hooks: the encodings that are more than frequencies and slopes, and more than an addition to the embeddings.
+      pairs, shape, keys_of: of a layer with heads of its own, see `LayerHeads`; None: all R pairs, its own keys alone.
     """
 
     rotates: bool = False
@@ -45,6 +46,25 @@ class LayerStructure:
     window: int | None = None
     heads: Literal["shared", "grouped", "split"] = "shared"
     hooks: tuple[LayerHooks, ...] = ()
+    pairs: int | None = None
+    shape: int = 0
+    keys_of: int | None = None
+
+
+class LayerHeads(NamedTuple):
+    """The heads of one layer, in a model whose layers differ in them.
+
+    Attributes:
+      num_kv_heads, head_dim: G and K of the layer.
+      shape: the number of its shape among those of the model's layers.
+      keys_of: the layer whose keys and values it attends to: an earlier one, or itself where later ones attend to its
+        own. None: its own, and no other layer does.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    shape: int = 0
+    keys_of: int | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -127,7 +147,12 @@ class Schedule:
 
 
 def build_schedule(
-    layers: Sequence[Layer], num_heads: int, num_kv_heads: int, head_dim: int, length: int | None = None
+    layers: Sequence[Layer],
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    length: int | None = None,
+    own: Sequence[LayerHeads] | None = None,
 ) -> Schedule:
     """The schedule of a model, on the host, in float32.
 
@@ -137,13 +162,17 @@ def build_schedule(
       num_kv_heads: G key-value heads; divides H.
       head_dim: K; even.
       length: tokens of the sequence, for schemes that depend on it.
+      own: the heads of every layer, where layers differ in them; `num_kv_heads` and `head_dim` have no meaning then.
 
     Returns:
-      A `Schedule` with the least structure that these layers need: a layer without rotation has none compiled.
+      A `Schedule` with the least structure that these layers need: a layer without rotation has none compiled. R is
+      that of the widest heads; what a layer with fewer pairs has beyond its own is not used.
 
     Raises:
       ConfigError: no layers or heads, G does not divide H, or an encoding does not fit, or has too few positions.
     """
+    shapes = own or [LayerHeads(num_kv_heads, head_dim)] * len(layers)
+    head_dim = max((one.head_dim for one in shapes), default=head_dim)
     if not layers or num_heads < 1:
         raise ConfigError(f"A schedule needs layers and heads, and has {len(layers)} layers and {num_heads} heads.")
     if (size := len(layers) * num_heads * head_dim) > LARGEST:
@@ -151,14 +180,23 @@ def build_schedule(
             f"{len(layers)} layers of {num_heads} heads of {head_dim} channels have {size:,} frequencies; a schedule "
             f"has at most {LARGEST:,}. Check layers, heads and head_dim."
         )
-    if num_kv_heads < 1 or num_heads % num_kv_heads:
-        raise ConfigError(f"{num_heads} query heads do not divide into {num_kv_heads} key-value heads.")
+    if len(shapes) != len(layers):
+        raise ConfigError(f"The model has {len(shapes)} layers, and {len(layers)} are described.")
+    for one in set(shapes):
+        if one.num_kv_heads < 1 or num_heads % one.num_kv_heads:
+            raise ConfigError(f"{num_heads} query heads do not divide into {one.num_kv_heads} key-value heads.")
     # Most layers of a deep model are equal: compute each distinct one once.
-    known: dict[Layer, tuple[np.ndarray, ...]] = {}
-    for n, layer in enumerate(layers):
-        if layer not in known:
-            known[layer] = _layer_arrays(layer, num_heads, head_dim, length, f"layer {n}")
-    parts = zip(*(known[layer] for layer in layers), strict=True)
+    kinds = [(layer, one.head_dim) for layer, one in zip(layers, shapes, strict=True)]
+    known: dict[tuple[Layer, int], tuple[np.ndarray, ...]] = {}
+    for n, (layer, channels) in enumerate(kinds):
+        if (layer, channels) not in known:
+            *pairs, slope = _layer_arrays(layer, num_heads, channels, length, f"layer {n}")
+            beyond = (0, 0), (0, (head_dim - channels) // 2)
+            inv_freq, gain = (
+                np.pad(one, beyond, constant_values=fill) for one, fill in zip(pairs, (0, 1), strict=True)
+            )
+            known[layer, channels] = (inv_freq, gain, slope)
+    parts = zip(*(known[kind] for kind in kinds), strict=True)
     inv_freq, gain, slope = map(np.stack, parts)
     fixed_freq = fixed_point_frequencies(inv_freq)
     hooks = layer_hooks(layers, num_heads)
@@ -169,11 +207,11 @@ def build_schedule(
                 embeddings.setdefault(hook.encoding, (n, hook))
     in_layers = [tuple(hook for hook in of_layer if acts_in_layers(hook.encoding)) for of_layer in hooks]
     structure = [
-        _structure(layer, *parts, num_kv_heads)
-        for layer, *parts in zip(layers, fixed_freq, gain, slope, in_layers, strict=True)
+        _structure(layer, *parts, one, None if one.head_dim == head_dim else one.head_dim // 2)
+        for layer, *parts, one in zip(layers, fixed_freq, gain, slope, in_layers, shapes, strict=True)
     ]
     rotating = [n for n, s in enumerate(structure) if s.rotates]
-    alike = {(fixed_freq[n].tobytes(), gain[n].tobytes()) for n in rotating}
+    alike = {(fixed_freq[n].tobytes(), gain[n].tobytes(), shapes[n].head_dim) for n in rotating}
     schedule = Schedule(
         inv_freq.astype(np.float32),
         gain.astype(np.float32),
@@ -256,18 +294,19 @@ def _structure(
     gain: np.ndarray,
     slope: np.ndarray,
     hooks: tuple[LayerHooks, ...],
-    num_kv_heads: int,
+    own: LayerHeads,
+    pairs: int | None,
 ) -> LayerStructure:
     """The structure that one layer's arrays [H, ...] need."""
     rotation = np.concatenate([fixed_freq.astype(np.float64), gain[..., None]], axis=-1)  # [H, R, 3]
-    groups = rotation.reshape(num_kv_heads, -1, *rotation.shape[1:])
+    groups = rotation.reshape(own.num_kv_heads, -1, *rotation.shape[1:])
     heads: Literal["shared", "grouped", "split"] = "split"
     if (rotation == rotation[:1]).all():
         heads = "shared"
     elif (groups == groups[:, :1]).all():
         heads = "grouped"
     rotates = bool(fixed_freq.any() or (gain != 1).any())
-    return LayerStructure(rotates, bool(slope.any()), layer.window, heads, hooks)
+    return LayerStructure(rotates, bool(slope.any()), layer.window, heads, hooks, pairs, own.shape, own.keys_of)
 
 
 def describe(
@@ -319,7 +358,7 @@ def _described(
         waves = 2 * math.pi / freq[n][rotated[n]]
         return {
             **({"encoding": label(layers[n])} if layers else {}),
-            "rotated pairs": f"{'-'.join(map(str, counts))}/{freq.shape[-1]}",
+            "rotated pairs": f"{'-'.join(map(str, counts))}/{structure.pairs or freq.shape[-1]}",
             "wavelength (tokens)": f"{waves.min():.4g} .. {waves.max():.4g}" if len(waves) else "none",
             "gain": _range(gain[n]) if structure.rotates else "none",
             "slope": _range(slope[n]) if (slope[n] != 0).any() else "none",

@@ -9,7 +9,8 @@ from pe_lab.checkpoints.hf_export import Export
 from pe_lab.checkpoints.rope_parameters import declared_length
 from pe_lab.checkpoints.runtimes import LLAMA_CPP, RUNTIMES, SGLANG, TRANSFORMERS, VLLM, fails, judge
 from pe_lab.checkpoints.source import CheckpointSource
-from pe_lab.positional import build_schedule, describe
+from pe_lab.model import model_schedule
+from pe_lab.positional import describe
 from pe_lab.results.records import Record, mappings, number
 from pe_lab.results.scores import measure, source_of
 
@@ -53,8 +54,7 @@ def model_card(source: CheckpointSource, export: Export, name: str, records: Seq
 
 
 def _encodings(source: CheckpointSource, export: Export) -> str:
-    model = source.model
-    schedule = build_schedule(export.layers, model.heads, model.kv_heads, model.head_dim)
+    schedule = model_schedule(source.model, export.layers)
     length = f"Trained on {source.training_length:,} tokens; declared for {declared_length(export.config):,}."
     notes = [f"- {note}" for note in export.notes if not note.startswith("--")]
     return "\n".join([length, "", "```", describe(schedule, export.layers), "```", *([""] if notes else []), *notes])

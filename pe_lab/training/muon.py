@@ -51,6 +51,7 @@ class MuonState(NamedTuple):
 def is_matrix(path: tuple[Any, ...]) -> bool:
     """Whether Muon has a parameter: a projection of attention or of the feed-forward of a layer."""
     names = [str(getattr(key, "key", key)) for key in path]
+    names = ["layers", *names[3:]] if names[:2] == ["layers", "shapes"] else names  # layers.shapes.NAME
     return len(names) == 3 and names[0] == "layers" and names[2] in _MATRICES.get(names[1], ())
 
 

@@ -23,12 +23,15 @@ from pe_lab.data.needles import NeedleOptions, place_symbols
 from pe_lab.data.shards import METADATA_FILE, read_metadata
 from pe_lab.data.tokenizers import load_tokenizer, training_size
 from pe_lab.errors import ConfigError, UserError, within
-from pe_lab.model import Flops, Model, Params, complete, least_parameters, train_flops_per_token
+from pe_lab.model import Flops, Model, Params, complete, least_parameters, model_schedule, train_flops_per_token
 from pe_lab.model.distillation import learns
 from pe_lab.model.encoding_check import require_causal
+from pe_lab.model.flops import layer_weights
+from pe_lab.model.layer_shapes import stacked_blocks, stacks
+from pe_lab.model.learned import split_layers
 from pe_lab.parallel import AxisRules, balanced_order, check_batch, check_memory, make_mesh, use_mesh
 from pe_lab.parallel.topology import GIB, Chip, chip_of
-from pe_lab.positional import Layer, Schedule, build_schedule, layers
+from pe_lab.positional import Layer, Schedule, layers
 from pe_lab.positional.codec import ranges_by
 from pe_lab.storage import AnyPath, is_file
 from pe_lab.training.muon import newton_schulz_bytes, newton_schulz_flops
@@ -175,7 +178,7 @@ def plan_phases(config: Config, given: Mapping[int, Sequence[Layer]] | None = No
             continues = plans[-1] if plans and not phase.init_from else None
             before = continues.layers if continues else (given or {}).get(i)
             described = layers(phase.positional, model.layers, before)
-            schedule = build_schedule(described, model.heads, model.kv_heads, model.head_dim, phase.sequence_length)
+            schedule = model_schedule(model, described, phase.sequence_length)
             if not phase.epochs:  # whose steps the data tell
                 learning_rate(phase.optimizer, phase.steps, phase.prolonged)
             qk_norm = phase.qk_norm or (continues.qk_norm if continues else model.qk_norm)
@@ -426,34 +429,39 @@ def _activations(config: ModelConfig, shapes: Params, phase: PhaseConfig, mesh: 
     tensor, tokens = mesh.shape["tensor"], _tokens(phase, mesh)
     length, width = phase.sequence_length, np.dtype(config.dtype).itemsize
 
-    # Bytes per token and layer. `qkv`: queries, keys and values after their projections.
-    heads = config.heads // tensor
-    kv_heads = config.kv_heads // tensor if config.kv_heads % tensor == 0 else config.kv_heads
-    qkv = (heads + 2 * kv_heads) * config.head_dim
-    mlp_in = (2 if config.gated_mlp else 1) * (config.d_ff // tensor)  # gate and up, or up alone
-    everything = width * (4 * config.d_model + 2 * qkv + heads * config.head_dim + mlp_in + config.d_ff // tensor)
     whole = length <= config.attention_chunk if config.attention == "auto" else config.attention != "chunked"
-    if whole:
-        weights, block = heads * length * width, heads * length * 4
-    else:
-        weights, block = 0, heads * min(config.attention_chunk, length) ** 2 // length * 4
-    dots = width * (2 * config.d_model + qkv + mlp_in)  # the input, and the products whose results are needed
-    kept = {
-        "none": everything + weights,
-        "dots_attention": dots + heads * (config.head_dim * width + 4),
-        "dots": dots,
-        "dots_offload": width * config.d_model,
-        "full": width * config.d_model,
-    }[config.remat]
-
-    # One layer: what the gradients of its two branches need at once, and its weights gathered over fsdp.
-    of_layer = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(shapes["layers"])) // tensor
-    layer = tokens * (width * (6 * config.d_model + 2 * qkv + 2 * mlp_in) + 2 * (weights + block)) + of_layer * width
+    kept, layer = 0, 0
+    of_stacks = stacks(config)
+    for stack, leaves in zip(of_stacks, stacked_blocks(split_layers(shapes["layers"])[0], of_stacks), strict=True):
+        # Bytes per token and layer. `qkv`: queries, keys and values after their projections.
+        one = stack.config
+        heads = one.heads // tensor
+        kv_heads = one.kv_heads // tensor if one.kv_heads % tensor == 0 else one.kv_heads
+        qkv = (heads + 2 * kv_heads) * one.head_dim
+        mlp_in = (2 if one.gated_mlp else 1) * (one.d_ff // tensor)  # gate and up, or up alone
+        everything = width * (4 * one.d_model + 2 * qkv + heads * one.head_dim + mlp_in + one.d_ff // tensor)
+        if whole:
+            weights, block = heads * length * width, heads * length * 4
+        else:
+            weights, block = 0, heads * min(one.attention_chunk, length) ** 2 // length * 4
+        dots = width * (2 * one.d_model + qkv + mlp_in)  # the input, and the products whose results are needed
+        of_layer = {
+            "none": everything + weights,
+            "dots_attention": dots + heads * (one.head_dim * width + 4),
+            "dots": dots,
+            "dots_offload": width * one.d_model,
+            "full": width * one.d_model,
+        }[one.remat]
+        kept += len(stack.layers) * tokens * (of_layer + width * one.per_layer_input)
+        # One layer: what the gradients of its two branches need at once, and its weights gathered over fsdp.
+        gathered = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(leaves)) // tensor
+        needed = tokens * (width * (6 * one.d_model + 2 * qkv + 2 * mlp_in) + 2 * (weights + block)) + gathered * width
+        layer = max(layer, needed)
     # One chunk of logits and of their gradient; the gathered unembedding and its gradient; hidden states.
     vocabulary = config.vocab_size // tensor
     logits = -(-tokens // config.loss_chunks) * vocabulary * (4 + width)
     loss = logits + vocabulary * config.d_model * (width + 4) + 2 * tokens * config.d_model * width
-    return config.layers * tokens * kept, layer, loss
+    return kept, layer, loss
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -517,15 +525,17 @@ def _extra_seconds(config: ModelConfig, phase: PhaseConfig, weights: int, mesh: 
     weights gathered and gradients reduced again. `weights`: bytes of a chip's part of the parameters, in float32."""
     peak, bandwidth = chip.peak or 1e12, chip.bandwidth or 1e11
     tokens, tensor, length = _tokens(phase, mesh), mesh.shape["tensor"], phase.sequence_length
-    D, H, G, K = config.d_model, config.heads, config.kv_heads, config.head_dim
-    attention = 2 * H * K * length  # of a token: two products, each with half of the keys
-    products = 4 * D * (H + G) * K + (6 if config.gated_mlp else 4) * D * config.d_ff
-    again = {"full": attention + products, "dots": attention, "dots_offload": attention}.get(config.remat, 0)
+    D, again = config.d_model, 0
+    for stack in stacks(config):
+        attention = 2 * stack.config.heads * stack.config.head_dim * length  # two products, each with half of the keys
+        products = 2 * layer_weights(stack)
+        of_layer = {"full": attention + products, "dots": attention, "dots_offload": attention}.get(config.remat, 0)
+        again += len(stack.layers) * of_layer
     moved = 8 * D * config.vocab_size * config.loss_chunks  # the float32 sum of the gradient, read and written
     product = 2 * tokens * D * config.vocab_size / peak
     # Among choices that cost nothing, fewer chunks: a tenth of what they would cost if nothing else took time.
     adding = max(0.0, moved / bandwidth - product) + 0.1 * moved / bandwidth
-    of_micro_batch = (config.layers * tokens * again / peak + adding) / tensor
+    of_micro_batch = (tokens * again / peak + adding) / tensor
     # As if nothing was sent beside computation: fewer micro-batches where the others gain little.
     width, fsdp, data = np.dtype(config.dtype).itemsize / 4, mesh.shape["fsdp"], mesh.shape["data"]
     sent = width * weights * (3 * (fsdp - 1) + 2 * (data - 1) / data)

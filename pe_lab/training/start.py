@@ -18,15 +18,22 @@ from pe_lab.checkpoints.checkpoint import Checkpoint, open_checkpoint, open_sour
 from pe_lab.checkpoints.locating import DIRECTORY, FORMER, first_line
 from pe_lab.checkpoints.source import parameter_shardings
 from pe_lab.checkpoints.store import Store, templates
-from pe_lab.checkpoints.surgery import FREE_FIELDS, NOTHING, change, change_qk_norm, check_same_shape, lineage_entry
+from pe_lab.checkpoints.surgery import (
+    FREE_FIELDS,
+    NOTHING,
+    carried,
+    change,
+    change_qk_norm,
+    check_same_shape,
+    lineage_entry,
+)
 from pe_lab.config import DistillConfig, ModelConfig, PhaseConfig, TransitionConfig
 from pe_lab.errors import CheckpointError, ConfigError, DataError, EncodingError, StoreError, within
 from pe_lab.identity import change_text, changed, may_change
-from pe_lab.model import Flops, Model, Params, train_flops_per_token
+from pe_lab.model import Flops, Model, Params, model_schedule, train_flops_per_token
 from pe_lab.model.distillation import DistilledInputs, DistilledLoss, learns
-from pe_lab.model.learned import carried
 from pe_lab.parallel import AxisRules
-from pe_lab.positional import Schedule, build_schedule, check_sources, layer_hooks, layers
+from pe_lab.positional import Schedule, check_sources, layer_hooks, layers
 from pe_lab.positional.transition import ScheduleTransition
 from pe_lab.storage import AnyPath, exists, read_bytes, write_file
 from pe_lab.training.logs import checkpoint_metadata, mark_complete, write_phase
@@ -98,7 +105,7 @@ def start_phase(
         params,
         layer_hooks(parent.layers, model.config.heads),
         schedule.hooks,
-        model.head_shape,
+        model.config,
         run.config.seed,
         shardings.state.params if parent.model.qk_norm == model.config.qk_norm else None,
     )
@@ -295,7 +302,7 @@ def step_inputs_of(
         its = open_checkpoint(source, mesh=run.mesh, rules=run.rules)
         shape = dataclasses.replace(its.model, **{name: getattr(model.config, name) for name in FREE_FIELDS})
         length = phase.config.sequence_length
-        schedule = build_schedule(its.layers, shape.heads, shape.kv_heads, shape.head_dim, length)
+        schedule = model_schedule(shape, its.layers, length)
         distilled = distilled_loss(model, shape, schedule, how, run.mesh, run.rules)
     run.out.print(f"{phase.name}: learns from {its.path} too")
     flops = train_flops_per_token(shape, length, schedule.structure).forward
@@ -323,7 +330,7 @@ def _transition(run: Run, phase: PhasePlan, how: TransitionConfig, start: Any) -
             before = open_source(start).layers
         else:
             raise ConfigError("start is 'init', and the phase starts at random. Name an encoding.")
-        first = build_schedule(before, model.heads, model.kv_heads, model.head_dim, phase.config.sequence_length)
+        first = model_schedule(model, before, phase.config.sequence_length)
         moved = ScheduleTransition(first, phase.schedule, how.how)
     until = how.until * phase.config.steps
     run.out.print(f"{phase.name}: the encoding changes gradually until step {until:.0f} ({how.how})")

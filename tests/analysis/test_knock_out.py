@@ -96,7 +96,7 @@ def test_scores_are_those_of_logits_also_with_heads_masked():
     for n, h in heads:
         edited["layers"]["attention"]["out"][n, h] = 0
     by_hand = dataclasses.replace(lm, checkpoint=dataclasses.replace(lm.checkpoint, params=edited))
-    assert jax.tree.all(jax.tree.map(np.array_equal, without_heads(lm.checkpoint.params, heads), edited))
+    assert jax.tree.all(jax.tree.map(np.array_equal, without_heads(lm.checkpoint.params, heads, lm.config), edited))
     ways = [(lm, (), lm), (lm, heads, by_hand), (masked(lm, heads), (), by_hand)]
     for model, without, expected in ways:
         found = measure(model, ASKED, without)

@@ -16,8 +16,8 @@ import numpy as np
 from pe_lab.checkpoints.checkpoint import Checkpoint
 from pe_lab.checkpoints.source import CheckpointSource
 from pe_lab.config import ModelConfig
-from pe_lab.model import Model
-from pe_lab.positional import Layer, build_schedule
+from pe_lab.model import Model, model_schedule
+from pe_lab.positional import Layer
 
 DATA = Path(__file__).parents[1] / "data" / "hf"
 NAMES = sorted(path.name for path in DATA.iterdir() if (path / "config.json").is_file())
@@ -81,7 +81,7 @@ def _compiled(model: ModelConfig) -> Any:
 def logits(checkpoint: Checkpoint, tokens: np.ndarray) -> np.ndarray:
     """What a checkpoint computes; models of one shape share a compilation."""
     model = checkpoint.model
-    schedule = build_schedule(checkpoint.layers, model.heads, model.kv_heads, model.head_dim, tokens.shape[1])
+    schedule = model_schedule(model, checkpoint.layers, tokens.shape[1])
     return np.asarray(_compiled(model)(checkpoint.params, jnp.asarray(tokens), schedule))
 
 

@@ -16,7 +16,7 @@ from pe_lab.checkpoints.families import FAMILIES, LEAVES, Fused, Leaf, leaf_shap
 from pe_lab.checkpoints.gguf.architectures import ARCHITECTURES
 from pe_lab.checkpoints.hf_export import plan_export, write_huggingface
 from pe_lab.checkpoints.huggingface import HuggingFaceSource
-from pe_lab.config import ModelConfig
+from pe_lab.config import LayerShape, ModelConfig
 from pe_lab.errors import UserError
 from pe_lab.model import complete
 from pe_lab.positional import CANONICAL, Layer, Layout, LearnedPositions, LearnedSink, NoPE, frequencies
@@ -59,7 +59,7 @@ def test_in_and_out_and_in_changes_no_byte(name, tmp_path):
     again = HuggingFaceSource(tmp_path)
     assert (again.model, again.training_length) == (source.model, source.training_length)
     assert again.layers == source.layers and again.dtype == source.dtype
-    if name == "olmo3":  # transformers 4.56 has none
+    if name in ("olmo3", "gemma4", "gemma4_shared"):  # transformers 4.56 has none
         return
     # And either schema alone is enough: transformers 4 reads the keys without rope_parameters.
     config = json.loads((tmp_path / "config.json").read_text())
@@ -169,6 +169,8 @@ def shape_of(family: str, heads: int, groups: int, head_dim: int) -> ModelConfig
     if family != "gguf":
         biased = {key: True for key in ("attention_bias", "output_bias", "mlp_bias") if key in FAMILIES[family].keys}
     more = {"llama_drope": {"qk_norm": "flat"}, "stablelm": {"qk_norm": "layer_heads"}, "falcon": {"block": "parallel"}}
+    full = LayerShape("full", (1,), head_dim + 2, groups, values_are_keys=True)
+    more["gemma4_text"] = {"per_layer_input": 3, "layer_shapes": (full,)}
     shape = dict(vocab_size=10, layers=2, d_model=6, d_ff=7, heads=heads * groups, kv_heads=groups, head_dim=head_dim)
     model = ModelConfig(**shape, tie_embeddings=False, **{**fixed, **biased, **more.get(family, {})})
     if family not in ("gguf", "bloom", "gpt2", "gpt_neox", "gptj", "mpt", "opt"):

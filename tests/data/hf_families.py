@@ -33,6 +33,9 @@ def by_type(full: dict, sliding: dict) -> dict:
 
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
 GEMMA3 = by_type(default(5000.0, rope_type="linear", factor=4.0), default(100.0))
+P_ROPE = dict(rope_type="proportional", rope_theta=500.0, partial_rotary_factor=0.25)
+GEMMA4 = by_type(P_ROPE, default(100.0)) | dict(head_dim=8, global_head_dim=16, sliding_window=8)
+GEMMA4 |= dict(tie_word_embeddings=True, final_logit_softcapping=6.0)
 PHI3 = dict(
     rope_type="longrope",
     short_factor=[1.0, 1.25, 1.5, 1.5],
@@ -71,6 +74,25 @@ FAMILIES = {
         | GEMMA3
         | dict(head_dim=16, num_key_value_heads=1, sliding_window=8, layer_types=TYPES)
         | dict(tie_word_embeddings=True, query_pre_attn_scalar=20),
+        "float16",
+    ),
+    "gemma4": (
+        "Gemma4",
+        RMS
+        | FOUR
+        | GEMMA4
+        | dict(attention_k_eq_v=True, num_global_key_value_heads=1, layer_types=[SLIDING, FULL, SLIDING, FULL])
+        | dict(hidden_size_per_layer_input=0),
+        "float16",
+    ),
+    "gemma4_shared": (
+        "Gemma4",
+        RMS
+        | FOUR
+        | GEMMA4
+        | dict(num_hidden_layers=5, layer_types=[SLIDING, SLIDING, FULL, SLIDING, FULL])
+        | dict(num_kv_shared_layers=2, use_double_wide_mlp=True)
+        | dict(hidden_size_per_layer_input=4, vocab_size_per_layer_input=VOCABULARY),
         "float16",
     ),
     "cohere2": (
@@ -191,6 +213,13 @@ OFF = {
         "window": ALL_FULL,
         "which layer": SHIFTED,
     },
+    "gemma4": {
+        "cap of logits": dict(final_logit_softcapping=None),
+        "p": by_type(P_ROPE | dict(partial_rotary_factor=0.5), default(100.0)),
+        "bases": by_type(P_ROPE | dict(rope_theta=100.0), default(500.0)),
+        "window": dict(sliding_window=16),
+    },
+    "gemma4_shared": {"window": dict(sliding_window=16), "p": by_type(P_ROPE | dict(factor=2.0), default(100.0))},
     "cohere2": {"logit scale": dict(logit_scale=1.0), "window": ALL_FULL, "which layer": SHIFTED},
     "exaone4": {"window": ALL_FULL, "which layer": SHIFTED, "rotation of all": dict(sliding_window=None) | ALL_FULL},
     "granite": {

@@ -231,7 +231,7 @@ MODELS = {
     ),
 }
 for name, (kind, settings, dtype) in FAMILIES.items():
-    text = {"Gemma3": "Gemma3Text"}.get(kind, kind.removesuffix("LMHead"))
+    text = {"Gemma3": "Gemma3Text", "Gemma4": "Gemma4Text"}.get(kind, kind.removesuffix("LMHead"))
     model_class = getattr(transformers, f"{kind}Model" if kind.endswith("LMHead") else f"{kind}ForCausalLM", None)
     config_class = getattr(transformers, f"{text}Config", None)
     MODELS[name] = ((model_class, config_class), settings, dtype)  # None: this version has no such architecture
@@ -327,13 +327,28 @@ def configuration(config_class: type[PretrainedConfig], settings: dict, dtype: s
     return config_class(**copy.deepcopy(settings), dtype=dtype, attn_implementation="eager")
 
 
+def neutral_norm(model_class: type[PreTrainedModel]) -> int:
+    """The weight of a norm that does nothing: those of Gemma 1 to 3 multiply by 1 + weight."""
+    return 0 if model_class.__name__.startswith("Gemma") and not model_class.__name__.startswith("Gemma4") else 1
+
+
+def layer_scalars(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Gemma 4's numbers of each layer, which are buffers."""
+    return {key: buffer for key, buffer in model.named_buffers() if key.endswith("layer_scalar")}
+
+
 def build(name: str) -> PreTrainedModel:
     """The model with random weights, in the dtype of its file."""
     (model_class, config_class), settings, dtype = MODELS[name]
     model = model_class(configuration(config_class, settings, dtype)).eval()
     rng = np.random.default_rng(zlib.crc32(name.encode()))
-    norm = 0 if model_class.__name__.startswith("Gemma") else 1  # Gemma's norms multiply by 1 + weight
+    norm = neutral_norm(model_class)
     weights = {key: torch.tensor(draw(key, tuple(p.shape), rng, norm)) for key, p in model.named_parameters()}
+    if model_class.__name__.startswith("Gemma4"):
+        # Its products of normed heads are not divided by the root of their channels: its norms have learned it.
+        scaled = [key for key in weights if key.endswith(("q_norm.weight", "k_norm.weight"))]
+        weights |= {key: weights[key] / len(weights[key]) ** 0.25 for key in scaled}
+    weights |= {key: torch.tensor(rng.uniform(0.5, 0.9, 1)) for key in layer_scalars(model)}
     # Whatever the file's dtype, bfloat16's 8 bits: files that compress, and no rounding on the way to another one.
     model.load_state_dict({key: value.bfloat16().float() for key, value in weights.items()}, strict=False)
     model.tie_weights()
@@ -371,9 +386,9 @@ def assert_felt(name: str, model: PreTrainedModel, tokens: np.ndarray, logits: n
     """
     (model_class, config_class), settings, dtype = MODELS[name]
     moved = {}
-    neutral = 0.0 if model_class.__name__.startswith("Gemma") else 1.0
-    for key, parameter in model.named_parameters():
-        if key.endswith("bias") or "norm" in key or ".ln_" in key:
+    neutral = float(neutral_norm(model_class))
+    for key, parameter in {**dict(model.named_parameters()), **layer_scalars(model)}.items():
+        if key.endswith(("bias", "layer_scalar")) or "norm" in key or ".ln_" in key:
             kept = parameter.detach().clone()
             parameter.data.fill_(0.0 if key.endswith("bias") else neutral)
             moved[key] = np.abs(logits_of(model, tokens) - logits).max()
@@ -393,6 +408,8 @@ def assert_felt(name: str, model: PreTrainedModel, tokens: np.ndarray, logits: n
         moved[feature] = np.abs(logits_of(other, tokens) - logits).max()
     # Without a rotation, a bias of keys adds the same to all logits of a query: the softmax does not feel it.
     moved = {key: value for key, value in moved.items() if not (name == "opt" and key.endswith("k_proj.bias"))}
+    # The final norm takes away by what the last layer's output is multiplied.
+    moved.pop(f"model.layers.{model.config.num_hidden_layers - 1}.layer_scalar", None)
     unfelt = {key: float(value) for key, value in moved.items() if not value > FELT_LESS.get(key, FELT)}
     assert not unfelt, f"{name}: not felt: {unfelt}"
     least = min(set(moved) - set(FELT_LESS), key=moved.__getitem__)

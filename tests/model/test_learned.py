@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pe_lab.checkpoints.surgery import carried
 from pe_lab.config import ModelConfig, OptimizerConfig
 from pe_lab.model import Model
-from pe_lab.model.learned import carried, learned_of_repetition
+from pe_lab.model.learned import learned_of_repetition
 from pe_lab.model.shape import Repetition
 from pe_lab.positional import LayerStructure, T5Bias, build_schedule, layer_hooks, layers
 from pe_lab.training.optimizer import make_optimizer
@@ -67,15 +68,15 @@ def test_a_child_carries_initializes_and_leaves_out():
     after = layer_hooks(
         layers(["rope/with=t5", "rope/with=t5", "rope/with=t5:buckets=8", "nope/with=ssmax/with=t5"], 4), 2
     )
-    found, what = carried(params, before, after, child.head_shape)
+    found, what = carried(params, before, after, child.config)
     old, new = params["layers"]["positional"], found["layers"]["positional"]
     np.testing.assert_array_equal(new["t5"]["table"], old["t5"]["table"][np.array([0, 1, 3])])
     assert set(new) == {"t5", "t5_2", "ssmax"} and new["t5_2"]["table"].shape == (1, 8, 2)
     initialized = [f"parameters of {name} initialized on layers {n}" for name, n in (("t5_2", 2), ("ssmax", 3))]
     assert what == "; ".join([*initialized, "those of sink left out"])
-    same, nothing = carried(params, before, before, parent.head_shape)
+    same, nothing = carried(params, before, before, parent.config)
     assert same is params and nothing == ""
-    dropped, what = carried(params, before, layer_hooks(layers("nope", 4), 2), parent.head_shape)
+    dropped, what = carried(params, before, layer_hooks(layers("nope", 4), 2), parent.config)
     assert "positional" not in dropped["layers"] and what == "those of sink left out; those of t5 left out"
     jax.tree.map(np.testing.assert_array_equal, dropped["layers"]["mlp"], params["layers"]["mlp"])
 
@@ -86,7 +87,7 @@ def test_an_unchanged_start_changes_nothing():
     assert described[0].extras == (T5Bias(start="unchanged"),)
     params = jax.jit(model_of("rope").init)(jax.random.key(0))
     child = model_of("rope/with=t5:start=unchanged")
-    more, _ = carried(params, [()] * 4, layer_hooks(described, 2), child.head_shape)
+    more, _ = carried(params, [()] * 4, layer_hooks(described, 2), child.config)
     apply = jax.jit(child.apply)
     with_bias = apply(more, tokens, None, None, build_schedule(described, 2, 2, 8))
     without = apply(params, tokens, None, None, build_schedule(layers("rope", 4), 2, 2, 8))

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pe_lab.checkpoints.surgery import carried
 from pe_lab.config import ModelConfig
 from pe_lab.errors import UserError
 from pe_lab.model import Model
-from pe_lab.model.learned import carried
 from pe_lab.positional import (
     Drop,
     HeadEdit,
@@ -92,7 +92,7 @@ def test_a_drop_of_some_layers_keeps_the_table_and_of_all_removes_it():
     described = layers("learned_positions:size=9", 4)
     _, params, schedule = model_of(described)
     some = Drop((0, 2)).apply(described)
-    kept, told = carried(params, schedule.hooks, layer_hooks(some, 2), Model(CONFIG).head_shape)
+    kept, told = carried(params, schedule.hooks, layer_hooks(some, 2), Model(CONFIG).config)
     table = params["layers"]["positional"]["learned_positions"]["table"]
     np.testing.assert_array_equal(kept["layers"]["positional"]["learned_positions"]["table"], table)
     assert told == ""
@@ -102,7 +102,7 @@ def test_a_drop_of_some_layers_keeps_the_table_and_of_all_removes_it():
         model.hidden(params, TOKENS, None, None, schedule),
         atol=1e-6,
     )
-    bare, told = carried(params, schedule.hooks, layer_hooks(Drop().apply(described), 2), Model(CONFIG).head_shape)
+    bare, told = carried(params, schedule.hooks, layer_hooks(Drop().apply(described), 2), Model(CONFIG).config)
     assert "positional" not in bare["layers"] and "those of learned_positions left out" in told
 
 

@@ -26,9 +26,10 @@ from pe_lab.checkpoints.families.tensors import ROTATED
 from pe_lab.checkpoints.parity import PER_POSITION, RELATIVE
 from pe_lab.checkpoints.source import nested
 from pe_lab.errors import CheckpointError, UserError
-from pe_lab.model import Model, Params
+from pe_lab.model import Model, Params, model_schedule
 from pe_lab.model.layer_pass import advance, embed, forward_model
-from pe_lab.positional import Schedule, build_schedule
+from pe_lab.model.layer_shapes import require_one_shape
+from pe_lab.positional import Schedule
 
 KEPT_BYTES = 2**27  # of logits that are kept for hypotheses that are asked for again
 NEAREST = 3  # faults of some layers that are followed; hypotheses to each of which a second one is added
@@ -150,6 +151,7 @@ class HypothesisRunner:
     """
 
     def __init__(self, checkpoint: Checkpoint, batches: Sequence[Batch]):
+        require_one_shape(checkpoint.model, "An audit")
         self.params, self.batches = checkpoint.params, tuple(batches)
         self.at = AuditedModel(checkpoint.layers, checkpoint.model)
         self.model = forward_model(dataclasses.replace(checkpoint.model, dtype="float32"))
@@ -202,7 +204,7 @@ class HypothesisRunner:
             dataclasses.replace(one, window=None) if one.window is not None and one.window >= length else one
             for one in computation.layers
         ]
-        schedule = build_schedule(layers, config.heads, config.kv_heads, config.head_dim, computation.length)
+        schedule = model_schedule(config, layers, computation.length)
         return schedule.generalize()
 
     def _config_streams(self, batch: int) -> list[Array]:

@@ -18,6 +18,7 @@ from pe_lab.checkpoints.rope_parameters import (
 )
 from pe_lab.config import ModelConfig
 from pe_lab.errors import CheckpointError, ConfigError, UnsupportedError, excerpt
+from pe_lab.model.layer_shapes import layer_heads
 from pe_lab.positional import Alibi, Encoding, Layer, LearnedPositions, NoPE, PartialRope, Rope
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -245,7 +246,8 @@ class RotationByType(PositionFormat):
             self._check_older_keys(config, nested)
         by_type, lengths = {}, {}
         for name, keys in ((FULL, self.full), (SLIDING, self.sliding)):
-            by_type[name], lengths[name] = read_rotation(nested.get(name) or {}, config, model.head_dim, keys)
+            channels = _channels(model, windows, name)
+            by_type[name], lengths[name] = read_rotation(nested.get(name) or {}, config, channels, keys)
         layers = tuple(Layer(by_type[FULL if size is None else SLIDING], size) for size in windows)
         return Positions(layers, min(lengths.values()))
 
@@ -301,7 +303,8 @@ class RotationByType(PositionFormat):
             if encoding is not None and bare:
                 raise UnsupportedError("layers with a window rotate all or not at all, and so do those without.")
             default = Rope(rope.theta) if not these else NoPE()
-            written[name] = write_rope(encoding or default, model.head_dim, rope, options)
+            channels = _channels(model, windows, name)
+            written[name] = write_rope(encoding or default, channels, rope, options)
             nested[name] = written[name]["rope_parameters"]
         local = nested[SLIDING]
         if self.local_key and local["rope_type"] != "default":
@@ -312,6 +315,17 @@ class RotationByType(PositionFormat):
         # The flat keys are those of transformers 4.
         keys |= written[FULL] | {"rope_parameters": nested}
         return keys | ({self.local_key: local["rope_theta"]} if self.local_key else {})
+
+
+def _channels(model: ModelConfig, windows: Sizes, name: str) -> int:
+    """The channels of a head in the layers of a type; `UnsupportedError` where they differ."""
+    own = layer_heads(model) or ()
+    found = {one.head_dim for one, size in zip(own, windows, strict=bool(own)) if (size is None) == (name == FULL)}
+    if len(found) > 1:
+        raise UnsupportedError(
+            f"its layers of type {name} have heads of one size, and here of {sorted(found)} channels."
+        )
+    return found.pop() if found else model.head_dim
 
 
 @dataclass(frozen=True)

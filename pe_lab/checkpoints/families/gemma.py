@@ -24,11 +24,16 @@ _BLOCK = {"norm": "rms_plus_one", "activation": "gelu_tanh"}
 _KEYS = LLAMA_KEYS | ATTENTION_BIAS | TIED | {"head_dim": Key("head_dim", 256)}
 
 
-def _holds(model: ModelConfig) -> list[str]:
+def embedding_is_scaled(model: ModelConfig) -> list[str]:
+    """A reason why a family whose embeddings are multiplied by sqrt(d_model) cannot hold a model."""
     root = model.d_model**0.5
     if model.embedding_multiplier == root:
-        return one_bias(model)
-    return [f"embedding_multiplier is {model.embedding_multiplier:g}, not sqrt(d_model), {root:g}", *one_bias(model)]
+        return []
+    return [f"embedding_multiplier is {model.embedding_multiplier:g}, not sqrt(d_model), {root:g}"]
+
+
+def _holds(model: ModelConfig) -> list[str]:
+    return [*embedding_is_scaled(model), *one_bias(model)]
 
 
 def _write_scale(value: float, model: ModelConfig) -> float:
@@ -38,8 +43,8 @@ def _write_scale(value: float, model: ModelConfig) -> float:
 
 
 _SCALE = {"attention_scale": Key("query_pre_attn_scalar", 256, read=lambda x: x**-0.5, write=_write_scale)}
-_EMBEDDING = {"embedding_multiplier": lambda config: math.sqrt(whole(config, "hidden_size"))}
-_TENSORS = LLAMA_TENSORS.changed(
+GEMMA_EMBEDDING = {"embedding_multiplier": lambda config: math.sqrt(whole(config, "hidden_size"))}
+POST_NORM_TENSORS = LLAMA_TENSORS.changed(
     {
         "model.layers.{n}.post_attention_layernorm": "layers.attention_post_norm.scale",
         "model.layers.{n}.pre_feedforward_layernorm": "layers.mlp_norm.scale",
@@ -64,7 +69,7 @@ FAMILIES = (
         LLAMA_TENSORS,
         _BLOCK,
         _KEYS,
-        reads=_EMBEDDING,
+        reads=GEMMA_EMBEDDING,
         activations={"gelu": "gelu_tanh"},  # its first files have gelu for the approximation
         holds=_holds,
     ),
@@ -72,10 +77,10 @@ FAMILIES = (
         "gemma2",
         "Gemma2ForCausalLM",
         OneRotation(RopeKeys(length=8192), WindowsByType(4096, every(2))),
-        _TENSORS,
+        POST_NORM_TENSORS,
         _BLOCK | {"block": "pre_post_norm"},
         _KEYS | _SCALE | _caps(50.0, 30.0),
-        reads=_EMBEDDING,
+        reads=GEMMA_EMBEDDING,
         activation="hidden_activation",
         writes=lambda model: {"hidden_act": EXTERNAL_ACTIVATIONS[model.activation]},  # SGLang asks for it
         holds=_holds,
@@ -89,10 +94,10 @@ FAMILIES = (
             WindowsByType(4096, every(6, "sliding_window_pattern")),
             local_key="rope_local_base_freq",
         ),
-        _TENSORS,
+        POST_NORM_TENSORS,
         _BLOCK | {"block": "pre_post_norm", "qk_norm": "head"},
         _KEYS | _SCALE | _caps(0.0, 0.0),
-        reads=_EMBEDDING,
+        reads=GEMMA_EMBEDDING,
         activation="hidden_activation",
         holds=_holds,
     ),

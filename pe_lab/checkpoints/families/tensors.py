@@ -9,6 +9,7 @@ the number of one layer. `LEAVES` has the conversion of each kind of leaf: Huggi
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -19,11 +20,13 @@ from jaxtyping import Shaped
 
 from pe_lab.config import ModelConfig
 from pe_lab.errors import UnsupportedError
-from pe_lab.model import Model
+from pe_lab.model import Model, complete
+from pe_lab.model.layer_shapes import stacks
 from pe_lab.model.learned import learned_encodings
 from pe_lab.positional import CANONICAL, Layer, Layout, from_canonical, layer_hooks, to_canonical
 
 LAYERS = "layers."  # leaves below it have a leading axis over layers; external tensors do not
+SHAPES = "layers.shapes."  # of layers that differ in shape, by its name: stacked over the layers of that shape
 POSITIONAL = "layers.positional."  # of encodings, by name: stacked over the layers that have them
 
 Piece = Shaped[np.ndarray, "..."]
@@ -55,20 +58,25 @@ _PER_HEAD = Leaf(lambda s: (s[0] * s[1],), lambda x, s: x.reshape(s), lambda x: 
 LEAVES: dict[str, Leaf] = {
     **dict.fromkeys(("attention.query", "attention.key", "attention.value"), _TO_HEADS),
     **dict.fromkeys(("attention.query_bias", "attention.key_bias", "attention.value_bias"), _PER_HEAD),
-    **dict.fromkeys(("mlp.gate", "mlp.up", "mlp.down"), _MATRIX),
+    **dict.fromkeys(("mlp.gate", "mlp.up", "mlp.down", "layer_input.gate", "layer_input.projection"), _MATRIX),
     "attention.out": _FROM_HEADS,
 }
 # Leaves whose last axis is the channels that a rotation pairs: a layout permutes these, and no others.
 ROTATED = {f"attention.{side}{part}" for side in ("query", "key") for part in ("", "_bias", "_norm.scale")}
 
 
+def block_leaf(path: str) -> str:
+    """The name of a leaf within its layer: `attention.query` of `layers.` and of `layers.shapes.NAME.`."""
+    return path.removeprefix(LAYERS) if not path.startswith(SHAPES) else path.split(".", 3)[3]
+
+
 def canonical_leaf(path: str, leaf: Any, layout: Layout) -> Any:
     """A native leaf, or one layer of it, with the channels of `layout` in canonical order."""
-    return to_canonical(leaf, layout) if path.removeprefix(LAYERS) in ROTATED else leaf
+    return to_canonical(leaf, layout) if block_leaf(path) in ROTATED else leaf
 
 
 def _leaf(path: str, shape: tuple[int, ...]) -> Leaf:
-    name = path.removeprefix(LAYERS)
+    name = block_leaf(path)
     if name.endswith("_norm.scale") and len(shape) == 2:  # a QK-norm over all heads at once
         return _PER_HEAD
     return LEAVES.get(name, _SAME)
@@ -137,10 +145,11 @@ class TensorTable:
         for kind, leaf_of in (("weight", str), ("bias", _bias)):
             entries += [(f"{module}.{kind}", leaf, leaf_of) for module, leaf in self.modules.items()]
         entries += [(name, leaf, str) for name, leaf in self.parameters.items()]
-        for name, leaf, leaf_of in entries:
+        names = [stack.name for stack in stacks(complete(model))]
+        for (name, leaf, leaf_of), shape in itertools.product(entries, names):
             listed, how = (leaf.paths, leaf.how) if isinstance(leaf, Fused) else ((leaf,), None)
-            paths = tuple(leaf_of(path) for path in listed)
-            if not all(path in shapes for path in paths):
+            paths = tuple(_of_shape(leaf_of(path), shape) for path in listed)
+            if not all(path in shapes for path in paths) or (shape != names[0] and not paths[0].startswith(SHAPES)):
                 continue
             of_leaves, (_, at) = tuple(shapes[path].shape for path in paths), shapes[paths[0]]
             heads = range(of_leaves[0][0]) if "{h}" in name else [None]
@@ -163,6 +172,13 @@ class TensorTable:
             for n in range(model.layers)
         ]
         return [tensor for tensor in every if tensor.name not in known]
+
+
+def _of_shape(path: str, shape: str) -> str:
+    """The leaf of layers of a shape; ""  is the one shape of all layers."""
+    if not shape or not path.startswith(LAYERS) or path.startswith(POSITIONAL):
+        return path
+    return f"{SHAPES}{shape}.{path.removeprefix(LAYERS)}"
 
 
 def _bias(weight: str) -> str:
@@ -229,7 +245,7 @@ class Tensor:
             return np.full(self.shape, self.value, np.float32)
         flat = []
         for path, shape, leaf in zip(self.paths, self.shapes, leaves, strict=True):
-            leaf = from_canonical(leaf, layout) if path.removeprefix(LAYERS) in ROTATED else leaf
+            leaf = from_canonical(leaf, layout) if block_leaf(path) in ROTATED else leaf
             if self.plus_one and path.endswith("norm.scale"):
                 leaf = leaf.astype(np.float32) + 1
             flat.append(leaf[self.row] if self.row is not None else self._leaf(path, shape).to_external(leaf))
@@ -281,10 +297,13 @@ def leaf_shapes(model: ModelConfig, layers: Sequence[Layer] = ()) -> dict[str, L
     """Every leaf of a model's parameters by its dotted path; of encodings, those of `layers`."""
     hooks = layer_hooks(layers, model.heads)
     having = {name: at for name, (_, at) in learned_encodings(hooks).items()}
+    of_shapes = {stack.name: stack.layers for stack in stacks(complete(model))}
 
     def of(path: str, shape: tuple[int, ...]) -> LeafShape:
         if path.startswith(POSITIONAL):
             return LeafShape(shape[1:], having[path.removeprefix(POSITIONAL).split(".")[0]])
+        if path.startswith(SHAPES):
+            return LeafShape(shape[1:], of_shapes[path.removeprefix(SHAPES).split(".")[0]])
         return LeafShape(shape[1:], tuple(range(model.layers))) if path.startswith(LAYERS) else LeafShape(shape, None)
 
     whole = leaf_paths(Model(model, hooks=hooks).shapes)

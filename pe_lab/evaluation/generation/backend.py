@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 
 from pe_lab.evaluation.generation.tasks import Sample
 from pe_lab.evaluation.variants import Variant
 from pe_lab.language_model import LanguageModel
 from pe_lab.model import GenerationStatistics
+from pe_lab.model.cache import cache_bytes
+from pe_lab.positional import LayerStructure
 
 BATCH = {"cpu": 8}  # sequences decoded together, at most: on a CPU more of them are no faster a token
 BATCH_ELSEWHERE = 64  # per device
@@ -44,7 +45,7 @@ class ModelBackend:
         config, backend = self.lm.config, jax.default_backend()
         devices = self.lm.devices
         capacity = max(256, 1 << (length - 1).bit_length())
-        cache = 2 * config.layers * config.kv_heads * config.head_dim * capacity * jnp.dtype(config.dtype).itemsize
+        cache = cache_bytes(config, [LayerStructure()] * config.layers, capacity)
         memory = CACHE.get(backend) or CACHE_SHARE * _device_memory() * devices
         most = BATCH.get(backend, BATCH_ELSEWHERE * devices)
         fitting = int(max(1, min(most, memory // cache)))

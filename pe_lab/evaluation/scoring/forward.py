@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from pe_lab.checkpoints.source import parameter_shardings
 from pe_lab.config import MeshConfig, ModelConfig
-from pe_lab.model import Model, Params
+from pe_lab.model import Model, Params, model_schedule
 from pe_lab.model.cache import cache_bytes
 from pe_lab.model.learned import split_layers
 from pe_lab.model.loss import LOGITS, Head, tokens_per_device, vocabulary_chunks
@@ -34,7 +34,7 @@ from pe_lab.parallel import (
     shared,
     use_mesh,
 )
-from pe_lab.positional import Layer, Schedule, build_schedule
+from pe_lab.positional import Layer, Schedule
 
 BATCH_TOKENS = {"cpu": 2**11}  # fits a CPU's caches: with eight times as many a token took twice as long
 BATCH_TOKENS_ELSEWHERE = 2**17  # per device
@@ -55,7 +55,7 @@ def check_length(config: ModelConfig, layers: Sequence[Layer], length: int) -> N
     devices = compute_devices()
     here = [device for device in devices if device.process_index == jax.process_index()]
     if len(devices) == 1:
-        structure = build_schedule(layers, config.heads, config.kv_heads, config.head_dim, length).structure
+        structure = model_schedule(config, layers, length).structure
         needed = cache_bytes(config, structure, length) if length > WHOLE else 0
     else:
         needed = 3 * length * config.d_model * np.dtype(config.dtype).itemsize * len(here) // len(devices)
@@ -108,7 +108,7 @@ class Forward:
     def schedule(self, layers: Sequence[Layer], length: int) -> Schedule:
         """The schedule of layers at a length, in the structure that all variants share."""
         config = self.config
-        schedule = build_schedule(layers, config.heads, config.kv_heads, config.head_dim, length)
+        schedule = model_schedule(config, layers, length)
         return schedule.generalize(slopes=self._slopes)
 
     def check_attention(self, layers: Sequence[Layer], length: int) -> None:
