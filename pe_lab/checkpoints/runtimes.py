@@ -26,7 +26,8 @@ RUNTIMES = {
 # What each statement about a runtime that does not compute an export contains, and how results differ:
 # other logits or an error on a sequence; no start; a shorter length than declared; a longer one.
 WRONG, NO_START, SHORTER, LONGER = "wrong", "does not start", "serves", "needs"
-KINDS = (WRONG, NO_START, SHORTER, LONGER)
+UNKNOWN = "not known"  # it was not run
+KINDS = (WRONG, NO_START, SHORTER, LONGER, UNKNOWN)
 # Families that the servers run by transformers' own classes, rotation included.
 _TRANSFORMERS_IN_SGLANG = ("gpt_neox", "smollm3")
 _TRANSFORMERS_IN_VLLM = (*_TRANSFORMERS_IN_SGLANG, "olmo2", "olmo3", "starcoder2")
@@ -378,8 +379,13 @@ CONTENTS: tuple[Content, ...] = (
     Content("BLOOM", lambda c: _is(c, "bloom"), {SGLANG: _NO_CLASS}),
     Content("MPT", lambda c: _is(c, "mpt"), {LLAMA_CPP: _NOT_CONVERTED, VLLM: _NO_CLASS, SGLANG: _NO_CLASS}),
     Content(
-        "OLMo 3, Ministral 3, GraniteSWA",
-        lambda c: _is(c, "olmo3", "ministral3", "granite_swa"),
+        "Gemma 4",
+        lambda c: _is(c, "gemma4_text"),
+        dict.fromkeys((LLAMA_CPP, VLLM, SGLANG), "not known: it was not run"),
+    ),
+    Content(
+        "Gemma 4, OLMo 3, Ministral 3, GraniteSWA",
+        lambda c: _is(c, "gemma4_text", "olmo3", "ministral3", "granite_swa"),
         {TRANSFORMERS: "needs 5: 4.56 has no such architecture"},
     ),
     Content(
@@ -397,8 +403,8 @@ def kinds(statements: Sequence[str]) -> set[str]:
 
 
 def fails(statements: Sequence[str]) -> bool:
-    """Whether a runtime of which this is known computes another model than the export, or none."""
-    return not kinds(statements).isdisjoint((WRONG, NO_START))
+    """Whether a runtime of which this is known computes another model than the export, or none, or may do so."""
+    return not kinds(statements).isdisjoint((WRONG, NO_START, UNKNOWN))
 
 
 def contents(config: Config) -> list[Content]:
