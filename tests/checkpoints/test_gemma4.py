@@ -1,4 +1,4 @@
-"""Gemma 4: what its files may say beside the committed ones, and models whose layers differ in shape. 25 s."""
+"""Gemma 4: what its files may say beside the committed ones, and models whose layers differ in shape. 15 s."""
 
 import dataclasses
 import json
@@ -114,8 +114,9 @@ def test_decoding_with_a_cache_is_that_of_a_whole_pass(name):
     np.testing.assert_array_equal(np.asarray(lm.logits(whole))[0, 12:-1].argmax(-1), found)
 
 
+@pytest.mark.slow
 def test_repeated_readers_of_keys_compute_in_a_scan_what_they_do_unrolled():
-    """12 s: losses, gradients under both remat policies, and chunks; and training that keeps the scales of layers."""
+    """25 s: losses, gradients under both remat policies, and chunks; and training that keeps the scales of layers."""
     sizes = dict(vocab_size=64, layers=8, d_model=32, d_ff=48, heads=4, kv_heads=2, head_dim=8, dtype="float32")
     full, shared = (LayerShape("full", (1, 3), 16, 1), LayerShape("shared", (4, 6), d_ff=96, keys_of=2))
     shapes = (full, shared, LayerShape("shared_full", (5, 7), 16, 1, keys_of=3))
