@@ -174,6 +174,7 @@ def check(words: Sequence[str]) -> None:
     from pe_lab.evaluation.command_line import parse_variants
     from pe_lab.evaluation.suites import parse_suites
     from pe_lab.lab.sweeps import make_sweep, parse_axes, parse_seeds
+    from pe_lab.positional import Layer, Rope
     from pe_lab.recipes import load_config, split_overrides
     from pe_lab.training.plan import plan_phases
 
@@ -189,7 +190,9 @@ def check(words: Sequence[str]) -> None:
             return
         args = parse(kind, arguments)
         if getattr(args, "config", None):
-            plan_phases(load_config(args.config, split_overrides(arguments)[1]))
+            config = load_config(args.config, split_overrides(arguments)[1])
+            edited = {n: (Layer(Rope()),) * config.model.layers for n, one in enumerate(config.phases) if one.init_from}
+            plan_phases(config, edited)  # of a checkpoint that is not here
         if getattr(args, "grid", None) and kind == "pe_lab.analyze":
             parse_grid(args.grid, heads=32)
         if getattr(args, "grid", None) and kind == "pe_lab.sweep":
