@@ -94,15 +94,16 @@ def _biased(directory: Path) -> None:
 
 
 def _four_times_as_wide(directory: Path) -> None:
-    """Pads Falcon's MLP with zeros to four times the model's width, which computes the same."""
-    found = tensors(directory)
-    width = next(x.shape[1] for name, x in found.items() if name.endswith("dense_h_to_4h.weight"))
+    """Pads the MLP of Falcon or GPT-2 with zeros to four times the model's width, which computes the same."""
+    found, config = tensors(directory), json.loads((directory / "config.json").read_text())
+    wide = {"dense_h_to_4h.weight": 0, "dense_h_to_4h.bias": 0, "dense_4h_to_h.weight": 1}
+    wide |= {"c_fc.weight": 1, "c_fc.bias": 0, "mlp.c_proj.weight": 0}  # GPT-2's matrices are [in, out]
+    key, width = ("n_inner", config["n_embd"]) if "n_embd" in config else ("ffn_hidden_size", config["hidden_size"])
     for name, array in found.items():
-        if "dense_h_to_4h" in name:
-            found[name] = np.pad(array, [(0, 4 * width - len(array))] + [(0, 0)] * (array.ndim - 1))
-        elif name.endswith("dense_4h_to_h.weight"):
-            found[name] = np.pad(array, [(0, 0), (0, 4 * width - array.shape[1])])
-    _rewritten(directory, found, ffn_hidden_size=4 * width)
+        for axis in (axis for ending, axis in wide.items() if name.endswith(ending)):
+            pads = [(0, 4 * width - size if n == axis else 0) for n, size in enumerate(array.shape)]
+            found[name] = np.pad(array, pads)
+    _rewritten(directory, found, **{key: 4 * width})
 
 
 def _with_mlp_norm(directory: Path) -> None:
@@ -240,6 +241,7 @@ VARIANTS = (
     Variant("granite_swa", "no windows", (_R,)),
     Variant("granite_swa", "several bases", (_IN_WINDOWS, Rope(1000.0))),
     Variant("stablelm_parallel", "parallel blocks, RoPE of base 10,000", (PartialRope(10000.0, 0.5),)),
+    Variant("gpt2", "four times as wide", prepare=_four_times_as_wide),
     Variant("falcon_40b", "four times as wide", prepare=_four_times_as_wide),
     Variant("falcon_sequential", "four times as wide", prepare=_four_times_as_wide),
 )
@@ -358,7 +360,7 @@ def failures(runtime: str, computed: Computed, result: Result) -> set[str]:
 
 # Those in which a runtime has another GELU (in llama.cpp a table in float16); it changes logits by 6e-3 at most.
 OTHER_GELU = {
-    LLAMA_CPP: ("gemma", "gemma2", "gemma3_text", "gpt_neox", "bloom", "falcon", "starcoder2"),
+    LLAMA_CPP: ("gemma", "gemma2", "gemma3_text", "gpt_neox", "gpt2", "bloom", "falcon", "starcoder2"),
     SGLANG: ("gemma",),
     VLLM: ("bloom",),
 }
