@@ -97,7 +97,7 @@ def test_generation_reads_the_same_ids_and_length_everywhere(tmp_path, capsys):
     arguments = [f"--from=hf:{theirs}", f"--to=hf:{tmp_path / 'out'}", "--parity=off", "--max-length=4096"]
     assert main(arguments) == 0
     out = capsys.readouterr().out
-    assert "Declared for 4,096 tokens" in out and "vLLM (0.33.0, run): right" in out
+    assert "Declared for 4,096 tokens" in out and "vLLM (0.33.0): right" in out
     config, generation, tokenizer = (
         json.loads((tmp_path / "out" / name).read_text())
         for name in ("config.json", "generation_config.json", "tokenizer_config.json")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoints.external import DATA, NAMES, copy_of, golden
-from checkpoints.test_gguf_file import permuted, tensors_of, write
+from checkpoints.test_gguf_source import permuted, tensors_of, write
 
 from pe_lab.checkpoints.audit import observed
 from pe_lab.checkpoints.audit.faults import FAULTS

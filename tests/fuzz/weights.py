@@ -74,7 +74,7 @@ class Gguf(Kind):
 
     def prepare(self, directory: Path) -> None:
         import numpy as np
-        from checkpoints.test_gguf_file import SHAPE, tensors_of
+        from checkpoints.test_gguf_source import SHAPE, tensors_of
 
         self.path = directory / "model.gguf"
         fields: dict[str, Any] = {"general.architecture": "llama", **SHAPE}
@@ -132,8 +132,7 @@ class Gguf(Kind):
         self.path.write_bytes(content)
 
     def read(self) -> None:
-        from pe_lab.checkpoints.gguf_file import GgufSource
-
+        from pe_lab.checkpoints.gguf.source import GgufSource
         from pe_lab.data.tokenizers import load_tokenizer
         from pe_lab.errors import UserError
 
