@@ -337,7 +337,7 @@ def test_other_files_and_architectures(tmp_path, capsys):
         GgufSource(path)
     assert_refused(path, tmp_path, capsys)
     write(path, {}, {}, architecture="qwen3moe")
-    with pytest.raises(UserError, match="the architecture is 'qwen3moe'; pe_lab reads qwen2, llama.* from GGUF"):
+    with pytest.raises(UserError, match="the architecture is 'qwen3moe'; pe_lab reads qwen2, llama.* from"):
         GgufSource(path)
 
 

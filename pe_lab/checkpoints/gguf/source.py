@@ -57,10 +57,10 @@ class GgufSource(TensorSource):
         if has_tokenizer:  # a file may have weights alone
             self.tokenizer = self.display_name
         name = fields.get("general.architecture")
-        if name not in ARCHITECTURES:
+        if not isinstance(name, str) or name not in ARCHITECTURES:
             raise UnsupportedError(
-                f"{path}: the architecture is '{name}'; pe_lab reads {', '.join(ARCHITECTURES)} from GGUF. A model of "
-                "another one may have a Hugging Face directory."
+                f"{path}: the architecture is {excerpt(repr(name), 60)}; pe_lab reads {', '.join(ARCHITECTURES)} from "
+                "GGUF. A model of another one may have a Hugging Face directory."
             )
         self.family = ARCHITECTURES[name]
         own = {key.removeprefix(f"{name}."): value for key, value in fields.items() if key.startswith(f"{name}.")}
@@ -171,7 +171,7 @@ def _open(path: Path) -> tuple[Path, dict[str, Any], dict[str, GgufTensor], bool
         return open_gguf(file, CheckpointError, lambda key: not key.startswith("tokenizer."))
 
     given = opened(path)
-    count = given.fields.get("split.count", 0)
+    count = _count(given.fields, "split.count")
     if not count:
         return path, given.fields, given.tensors, "tokenizer.ggml.tokens" in given.keys
     parts = SPLIT.fullmatch(path.name)
@@ -188,15 +188,22 @@ def _open(path: Path) -> tuple[Path, dict[str, Any], dict[str, GgufTensor], bool
     each = [given if file == path else opened(file) for file in files]
     tensors: dict[str, GgufTensor] = {}
     for n, (file, one) in enumerate(zip(files, each, strict=True)):
-        if (one.fields.get("split.no"), one.fields.get("split.count")) != (n, count):
+        number, of = _count(one.fields, "split.no", -1) + 1, _count(one.fields, "split.count")
+        if (number, of) != (n + 1, count):
             raise CheckpointError(
-                f"{file} says that it is file {one.fields.get('split.no', -1) + 1} of "
-                f"{one.fields.get('split.count', 0)}, and its name says {n + 1} of {count}. Download it again."
+                f"{file} says that it is file {number} of {of}, and its name says {n + 1} of {count}. "
+                "Download it again."
             )
         if twice := sorted(tensors.keys() & one.tensors.keys()):
             raise CheckpointError(f"{file} has {listing(twice)}, which an earlier file has too. Download it again.")
         tensors |= one.tensors
-    expected = each[0].fields.get("split.tensors.count", len(tensors))
+    expected = _count(each[0].fields, "split.tensors.count", len(tensors))
     if expected != len(tensors):
         raise CheckpointError(f"the {count} files of {path} have {len(tensors)} tensors, and declare {expected}.")
     return files[0], each[0].fields, tensors, "tokenizer.ggml.tokens" in each[0].keys
+
+
+def _count(fields: Mapping[str, Any], key: str, default: int = 0) -> int:
+    """A whole number of the metadata; the default where it is something else."""
+    value = fields.get(key, default)
+    return value if isinstance(value, int) else default
