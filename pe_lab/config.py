@@ -39,7 +39,7 @@ class LayerShape:
     """Layers whose weights have another shape than the model's (Gemma 4), where other fields hold for all layers."""
 
     name: str  # of their parameters, which are stacked in `layers.shapes.NAME`
-    layers: tuple[int, ...]
+    layers: tuple[int, ...] = number((), 0, 2**11)
     head_dim: int = number(0, 0, 2**14)  # 0, of these three: the model's
     kv_heads: int = number(0, 0, 2**14)
     d_ff: int = number(0, 0, 2**22)

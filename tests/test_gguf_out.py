@@ -35,6 +35,8 @@ LIMIT = {512: 2e-5, 3000: 2e-4}
 GELU = 1e-3  # more, where llama.cpp reads GELU from a table of 16 bits
 REFUSED = {
     "exaone4": "no sliding windows, except with 64 layers",
+    "gemma4": "layer_scale is True",
+    "gemma4_shared": "layer_scale is True",
     "gptj": "unembedding_bias is True",
     "granite_swa": "it has one rotation",
     "llama_drope": "qk_norm is 'flat'",

@@ -113,12 +113,15 @@ def config() -> str:
     return "\n".join(parts)
 
 
-def _default(value: ast.expr) -> tuple[str, str]:
-    """A field's default as it is written, and its bounds in words."""
+def _default(value: ast.expr | None) -> tuple[str, str]:
+    """A field's default as it is written, and its bounds in words; it may have none."""
+    if value is None:
+        return "none: it must be given", ""
     if not isinstance(value, ast.Call):
         return ast.unparse(value), ""
     if ast.unparse(value.func) == "field":
-        return "{}", ""
+        given = [one.value for one in value.keywords if one.arg == "default"]
+        return ast.unparse(given[0]) if given else "{}", ""
     if ast.unparse(value.func) != "number":
         return ast.unparse(value), ""
     from pe_lab.config import INT32, SEED

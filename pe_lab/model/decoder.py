@@ -174,6 +174,8 @@ class Model:
             x: jax.Array, block_params: Params, data: Any, learned: Any, keys_values: Any, structure: LayerStructure
         ) -> tuple[jax.Array, Any, Auxiliary]:
             arrays, embedded = data
+            # Again: the barrier between unrolled layers gives a tangent to every array, if one of them has it.
+            arrays = jax.lax.stop_gradient(arrays)
             encoding = self.layer_encoding(arrays, structure, at, shared, learned)
             given = LayerInputs(keys_values.get(structure.keys_of), embedded)
             block = self.block(block_params, structure.shape)

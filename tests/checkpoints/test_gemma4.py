@@ -11,7 +11,8 @@ from checkpoints.external import DATA, copy_of, edit_config, golden, logits, rea
 
 import pe_lab
 from pe_lab.checkpoints.checkpoint import open_checkpoint
-from pe_lab.checkpoints.huggingface import HuggingFaceSource, plan_export
+from pe_lab.checkpoints.hf_export import plan_export
+from pe_lab.checkpoints.huggingface import HuggingFaceSource
 from pe_lab.config import LayerShape, ModelConfig, OptimizerConfig, from_dict, to_json
 from pe_lab.errors import CheckpointError, ConfigError, UnsupportedError
 from pe_lab.model import Model, complete, model_schedule

@@ -31,7 +31,8 @@ from pe_lab.positional import (
 )
 
 BASE = 500.0
-REFUSED = ("exaone4", "gptj", "granite_swa", "llama_drope", "llama_dynamic", "mpt", "opt", "phi3", "starcoder2")
+REFUSED = ("exaone4", "gemma4", "gemma4_shared", "gptj", "granite_swa", "llama_drope", "llama_dynamic", "mpt", "opt")
+REFUSED += ("phi3", "starcoder2")
 # The other models of the llama family differ in their scaling alone.
 OWN = ("llama_bias", "llama_head_dim", "llama_yarn")
 SAME = [name for name in NAMES if name.startswith("llama_") and name not in OWN]

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from pe_lab.checkpoints.surgery import change, check_same_shape
-from pe_lab.config import ModelConfig
+from pe_lab.config import LayerShape, ModelConfig
 from pe_lab.errors import UserError
 from pe_lab.positional import PI, Alibi, Layer, NoPE, Rope, drop
 
@@ -53,7 +53,9 @@ def test_every_field_that_differs_in_shape_is_named():
     free = ("init_std", "dtype", "remat", "scan", "attention", "attention_chunk", "loss_chunks")
     for field in {f.name for f in dataclasses.fields(ModelConfig)} - {*free}:
         value = getattr(model, field)
-        changed = not value if isinstance(value, bool) else f"not {value}" if isinstance(value, str) else value + 1
+        changed = not value if isinstance(value, bool) else f"not {value}" if isinstance(value, str) else None
+        if changed is None:
+            changed = (LayerShape("other", (1,)),) if field == "layer_shapes" else value + 1
         other = dataclasses.replace(model, **{field: changed})
         with pytest.raises(UserError, match=field):
             check_same_shape(model, other, "The checkpoint")

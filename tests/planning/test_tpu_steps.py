@@ -125,7 +125,8 @@ def test_windows_and_two_encodings_by_layer_fit_two_slices(recipe, topology):
     (phase,) = plan.phases
     compiled, report = explain_phase(plan, phase)
     assert compiled.needed <= plan.topology.chip.memory
-    layers, again = phase.model.config.layers, phase.model.config.remat != "dots_attention"
+    layers = phase.model.config.layers * phase.plan.config.accumulate
+    again = phase.model.config.remat != "dots_attention"
     runs = {name.removeprefix("splash_mha_").removeprefix("splash_mqa_"): n for name, n in report.kernels.items()}
     assert runs == {
         "fwd_residuals": layers * (1 + again), "dq_no_residuals": layers, "dkv_no_residuals": layers,

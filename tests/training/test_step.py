@@ -13,7 +13,7 @@ from pe_lab.config import MeshConfig, ModelConfig, OptimizerConfig
 from pe_lab.errors import UserError
 from pe_lab.model import Model
 from pe_lab.parallel import AxisRules, make_mesh
-from pe_lab.positional import Rope, build_schedule, layers
+from pe_lab.positional import Layer, Rope, build_schedule, layers
 from pe_lab.training.optimizer import make_optimizer
 from pe_lab.training.step import compile_loss, compile_train_step, init_state, make_shardings, place_batch, train_step
 
@@ -80,6 +80,21 @@ def test_unrolled_layers_on_a_mesh_are_the_scan_with_one_layer_ahead(params, bat
     found, metrics = step(state, *inputs)
     np.testing.assert_allclose(moved(params, found), moved(params, after[0]), rtol=0, atol=1e-6)
     np.testing.assert_allclose(metrics["loss"], after[1]["loss"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+def test_unrolled_layers_with_two_rotations_on_a_mesh_are_the_scan(params, batch, step, remat):
+    """1.5 s each. As in Gemma 3: tables of each layer, which have no gradient, also behind the barrier between layers."""
+    two = build_schedule((Layer(Rope(10.0)), Layer(Rope(1000.0))), 2, 2, 8)
+    assert not two.same_rotation
+    scanned, _ = step(MODEL, SGD, 1, init_state(MODEL, SGD, params), batch, two)
+    model, rules = Model(dataclasses.replace(CONFIG, scan=False, remat=remat)), AxisRules()
+    mesh = make_mesh(MeshConfig(fsdp=8))
+    shardings = make_shardings(model, SGD, mesh, rules)
+    state = jax.device_put(init_state(model, SGD, MODEL.init(jax.random.key(0))), shardings.state)
+    found, _ = compile_train_step(model, SGD, mesh, rules)(state, place_batch(batch, shardings.batch), two)
+    assert np.abs(moved(params, scanned)).max() > 1e-2
+    np.testing.assert_allclose(moved(params, found), moved(params, scanned), rtol=0, atol=1e-6)
 
 
 def test_the_loss_is_the_weighted_mean_of_the_cross_entropy(params, batch, after):
