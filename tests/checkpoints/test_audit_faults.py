@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import runtime_environments
 import transformers_environments
 from checkpoints.external import DATA, copy_of
 from data.faulty_transformers import INJECTED
@@ -70,7 +71,7 @@ WRITTEN = [
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory) -> Path:
     """The models, and the GGUF files that llama.cpp's converter makes of them: 20 s."""
-    package = pytest.importorskip("runtime_environments").package
+    package = runtime_environments.package
     root = tmp_path_factory.mktemp("converted")
     for name in (*DROPPED, *WRITTEN):
         if name == "smollm3_every_second":
@@ -93,7 +94,7 @@ def converted(tmp_path_factory) -> Path:
 @pytest.fixture
 def llama_cpp(tmp_path, monkeypatch) -> str:
     """--python of an interpreter that imports `llama_cpp`: its bindings, on the library of xllamacpp."""
-    package = pytest.importorskip("runtime_environments").package
+    package = runtime_environments.package
     (tmp_path / "llama_cpp").mkdir()
     (tmp_path / "llama_cpp" / "__init__.py").write_text(
         f"import pathlib, sys\nsys.path.append({str(SCRIPTS)!r})\nfrom read_with_llama_cpp import library\n"

@@ -84,7 +84,7 @@ def test_unrolled_layers_on_a_mesh_are_the_scan_with_one_layer_ahead(params, bat
 
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
 def test_unrolled_layers_with_two_rotations_on_a_mesh_are_the_scan(params, batch, step, remat):
-    """1.5 s each. As in Gemma 3: tables of each layer, which have no gradient, also behind the barrier between layers."""
+    """1.5 s each. As in Gemma 3: each layer has tables, without gradient behind the barrier between layers too."""
     two = build_schedule((Layer(Rope(10.0)), Layer(Rope(1000.0))), 2, 2, 8)
     assert not two.same_rotation
     scanned, _ = step(MODEL, SGD, 1, init_state(MODEL, SGD, params), batch, two)
