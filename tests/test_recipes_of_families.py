@@ -27,6 +27,7 @@ FAMILIES = (
     "olmo2",  # a flat QK-norm, norms after the branches
     "olmo3",  # windows, and YaRN without them
     "gemma3",  # two bases
+    "gemma4",  # p-RoPE without windows, heads of two widths
     "phi3",  # LongRoPE, fused projections
     "granite_swa",  # sinks
     "cohere2",  # no rotation in full layers

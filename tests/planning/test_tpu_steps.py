@@ -120,7 +120,7 @@ def test_drope_16b_fits_v5e_16x16(capsys):
 @pytest.mark.parametrize("topology", ["v5e:16x16", "v5p:4x4x4"])
 @pytest.mark.parametrize("recipe", ["drope_olmo.py:model=olmo3_7b", "p_rope_gemma.py:model=4b"])
 def test_windows_and_two_encodings_by_layer_fit_two_slices(recipe, topology):
-    """3 minutes each. Every layer has splash, in windows and without: no kernel of another kind, and none left out."""
+    """4 minutes each. Every layer has splash, in windows and without: no kernel of another kind, and none left out."""
     plan = make_plan(load_config(f"configs/{recipe}"), parse_topology(topology))
     (phase,) = plan.phases
     compiled, report = explain_phase(plan, phase)
