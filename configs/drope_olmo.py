@@ -34,17 +34,16 @@ v5e:16x16 takes a 256th of these hours. Does it fit?
   python -m pe_lab.plan --config=configs/drope_olmo.py:model=olmo3_7b --topology=v5p:4x4x4
 A node of 8 H200: --config.mesh.fsdp=8.
 
-Expected: not in the paper. What it found elsewhere: after 20B tokens the losses of SmolLM-1.7B at its own length were
-those before the drop (Table 5), and LongBench beyond it better than with YaRN (Table 3). The same here is a success:
-compare multiple choice and perplexity with those of runs/olmo2_1b, and needles at 8k, 16k and 32k with
---positional=yarn:factor=8 on it.
+Expected: not in the paper. After 20B tokens its SmolLM-1.7B has the multiple choice of before the drop (Table 5), and
+more of LongBench than with YaRN (Table 3). The same here is a success: compare multiple choice and perplexity with
+those of runs/olmo2_1b, and needles at 8k, 16k and 32k with --positional=yarn:factor=8 on it.
 
 From the paper: the drop at the model's own length, batches of 512 windows in the 1B (Table 4), AdamW's constants, the
 cosine, FineWeb-Edu, and the rate of appendix D.3, 3e-4. OLMo 2 has a flat QK-norm of its own, from its first step, so
 none is added. The paper takes the norm from OLMo 2, for rates as high as 1e-3 (Table 11: without it they diverge).
-Decided here: 20B tokens, as for SmolLM-1.7B and Llama2-7B, though OLMo 2 1B has read more than either; warm-up in 3% of
-the steps; a cosine that ends at 0; gradient clipping at 1.0. The code appends EOS to a document and lets attention
-cross it, as here (segments=False).
+Decided here: 20B tokens, as for SmolLM-1.7B, though that has read 1T tokens and OLMo 2 1B 4T; warm-up in 3% of the
+steps; a cosine that ends at 0; gradient clipping at 1.0. The code appends EOS to a document and lets attention cross
+it, as here (segments=False).
 OLMo 3 has windows of 4096 tokens in three layers of four. Within one, no two tokens are further apart than in training,
 however long the sequence, so its rotation extrapolates; and it is the rotation of the full layers that its authors
 scale (YaRN) for 65,536 tokens. So drop=full drops that alone, which is the arrangement of Cohere 2 (RNoPE-SWA);
