@@ -36,9 +36,10 @@ A node of 8 GPUs: --config.mesh.fsdp=8.
 
 Expected: no number is published. What is compared, after as many tokens: own is the control, which only reads more
 text; p_rope against own is the price or the gain of Gemma 4's rotation; nope drops the rotation of the global layers
-(the arrangement of Cohere 2). The 4B divides positions by 8 in its global layers, so that p_rope changes two things there;
-rope is own without that scaling, and between p_rope and rope the frequencies alone differ. (The 1B has no scaling: its
-rope is its own.) Read validation loss, then perplexity and needles beyond 8192 tokens, where the global layers matter:
+(the arrangement of Cohere 2). The 4B divides positions by 8 in its global layers, so that p_rope changes two things
+there; rope is own without that scaling, and between p_rope and rope the frequencies alone differ. (The 1B has no
+scaling: its rope is its own.) Read validation loss, then perplexity and needles beyond 8192 tokens, where the global
+layers matter:
   python -m pe_lab.evaluate --from=runs/p_rope_gemma_1b_p_rope_5b --suite=niah --lengths=8k,16k,32k
 
 From the models: 5 layers with windows (of 512 tokens in the 1B, 1024 in the 4B) to 1 without, and all else, which stays
