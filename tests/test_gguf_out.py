@@ -106,7 +106,7 @@ def expected(one: Model, lm: LanguageModel, tokens: np.ndarray) -> np.ndarray:
 
 
 def _at_40(layer: Layer) -> Layer:
-    from pe_lab.checkpoints.huggingface import exported_layers
+    from pe_lab.checkpoints.hf_export import exported_layers
 
     return exported_layers([layer], 40)[0][0]
 
