@@ -337,37 +337,44 @@ def _attention_factor(wanted: float, factor: float) -> dict[str, float]:
     return {"attention_factor": wanted, "mscale": mscale, "mscale_all_dim": 1.0}
 
 
+def divisors(encoding: Rope | PartialRope, head_dim: int, runtime: str) -> tuple[tuple[float, ...], float]:
+    """LongRoPE's table of an encoding, w_i = 1 / (table_i base^(2i/K)) for each pair of a head, and its one gain.
+
+    Raises:
+      UnsupportedError: its frequencies depend on the length, or pairs have several gains; `runtime` names who has no
+        such encoding.
+    """
+    inv_freq, gain = frequencies(encoding, head_dim)
+    if (frequencies(encoding, head_dim, 2**30)[0] != inv_freq).any():
+        raise UnsupportedError(
+            f"{runtime} has no {encoding} that depends on the length. Nearest: its frequencies for one length "
+            "(--length=TOKENS)."
+        )
+    if (gain != gain[0]).any():
+        raise UnsupportedError(
+            f"{runtime} multiplies all channels of a head by one attention factor, {encoding} only the rotary ones. "
+            "Nearest: the same without an attention factor (ntk_by_parts for yarn)."
+        )
+    plain = encoding.base ** (-2.0 * np.arange(head_dim // 2) / head_dim)
+    found = np.where(inv_freq > 0, plain / np.maximum(inv_freq, 1e-300), NO_ROTATION)
+    return tuple(np.minimum(found, NO_ROTATION).tolist()), float(gain[0])
+
+
 def _as_table(encoding: Rotary, head_dim: int, keys: RopeKeys, options: WriteOptions) -> dict[str, Any]:
-    """The frequencies of `encoding` as LongRoPE's table: w_i = 1 / (table_i base^(2i/K)).
+    """The encoding as LongRoPE with equal tables.
 
     Its original length is the declared one: with equal tables it decides nothing, and servers serve no more than it.
     """
-    partial = isinstance(encoding, PartialRope) and keys.partial
-    width = encoding.rotated_channels(head_dim) if partial else head_dim
-    base = 10000.0 if isinstance(encoding, NoPE) else encoding.base
-    plain = Rope(base, 1.0, encoding.scaling) if partial else encoding
-    inv_freq, gain = frequencies(plain, width)
-    far, _ = frequencies(plain, width, 2**30)
-    if (far != inv_freq).any():
-        raise UnsupportedError(
-            f"transformers has no {encoding} that depends on the length. Nearest: its frequencies for one length "
-            "(--length=TOKENS)."
-        )
-    if isinstance(encoding, NoPE):
-        gain = np.ones(1)
-    if (gain != gain[0]).any():
-        raise UnsupportedError(
-            f"transformers multiplies all channels of a head by one attention factor, {encoding} only the rotary "
-            "ones. Nearest: the same without an attention factor (ntk_by_parts for yarn)."
-        )
-    full = base ** (-2.0 * np.arange(width // 2) / width)
-    with np.errstate(divide="ignore"):
-        divisors = np.minimum(np.where(inv_freq > 0, full / np.maximum(inv_freq, 1e-300), NO_ROTATION), NO_ROTATION)
-    table = tuple(divisors.tolist())
     declared = options.max_length or longest(encoding, options.training_length)
-    scaling = LongRope(table, table, declared, 1.0, float(gain[0]))
-    named = replace(encoding, scaling=scaling) if partial else Rope(base, 1.0, scaling)
-    return write_rope(named, head_dim, keys, WriteOptions(declared))
+    if isinstance(encoding, NoPE):
+        table, gain, named = (NO_ROTATION,) * (head_dim // 2), 1.0, Rope()
+    elif isinstance(encoding, PartialRope) and keys.partial:  # of the channels that rotate
+        whole = Rope(encoding.base, 1.0, encoding.scaling)
+        (table, gain), named = divisors(whole, encoding.rotated_channels(head_dim), "transformers"), encoding
+    else:
+        (table, gain), named = divisors(encoding, head_dim, "transformers"), Rope(encoding.base)
+    scaling = LongRope(table, table, declared, 1.0, gain)
+    return write_rope(replace(named, scaling=scaling), head_dim, keys, WriteOptions(declared))
 
 
 def _keys(keys: RopeKeys, base: float, rope: dict[str, Any], reach: int, part: float = 1.0) -> dict[str, Any]:

@@ -128,7 +128,7 @@ def test_encodings_that_no_key_has_are_refused_with_the_nearest():
         with pytest.raises(UserError, match=message):
             plan_gguf(edited("qwen3", encoding))
     part = PartialRope(BASE, 0.5, Yarn(4, 16))
-    with pytest.raises(UserError, match="one attention factor, .* only some of them. Nearest: the same without"):
+    with pytest.raises(UserError, match="one attention factor, .* only the rotary ones. Nearest: the same without"):
         plan_gguf(edited("llama", part), family="llama")
     two = Rope(BASE, scaling=LongRope((1.0,) * 4, (1.0, 2.0, 3.0, 4.0), 16, 4.0))
     export = plan_gguf(edited("llama", two))

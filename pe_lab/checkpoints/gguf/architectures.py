@@ -20,6 +20,7 @@ from pe_lab.checkpoints.families.family import (
     whole,
 )
 from pe_lab.checkpoints.families.formats import AlibiOnAll, LearnedTable
+from pe_lab.checkpoints.families.gemma import embedding_is_scaled
 from pe_lab.checkpoints.families.granite import NO_SINK
 from pe_lab.checkpoints.families.tensors import QKV, NeutralTensor
 from pe_lab.checkpoints.gguf.positions import GgufPositions, stored
@@ -149,16 +150,9 @@ _TANH = f"llama.cpp computes GELU by its tanh approximation. {_TABLE}"
 _LLAMA = GgufPositions(tables="all")
 
 
-def _gemma_holds(model: ModelConfig) -> list[str]:
-    root = model.d_model**0.5
-    if model.embedding_multiplier == root:
-        return []
-    return [f"embedding_multiplier is {model.embedding_multiplier:g}, not sqrt(d_model), {root:g}"]
-
-
 def _caps_hold(model: ModelConfig) -> list[str]:
     missing = [name for name in ("attention_soft_cap", "logit_soft_cap") if not getattr(model, name)]
-    return _gemma_holds(model) + [f"{name} is 0, and it has both" for name in missing]
+    return embedding_is_scaled(model) + [f"{name} is 0, and it has both" for name in missing]
 
 
 def _large(layers: int) -> Callable[[ModelConfig], float]:
@@ -212,7 +206,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             _RMS | _QKV_BIAS,
             reads=_ROOT,
             note=_TABLE,
-            holds=_gemma_holds,
+            holds=embedding_is_scaled,
         ),
         _architecture(
             "gemma2",
@@ -233,7 +227,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             _RMS | _QKV_BIAS | {"logit_soft_cap": or_null("final_logit_softcapping")},
             reads=_ROOT,
             note=_TABLE,
-            holds=_gemma_holds,
+            holds=embedding_is_scaled,
             scale=_large(62),
         ),
         _architecture(

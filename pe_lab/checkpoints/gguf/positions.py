@@ -13,12 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
-
 from pe_lab.checkpoints.families import Config, PositionFormat, Positions
 from pe_lab.checkpoints.families.family import lookup, whole
 from pe_lab.checkpoints.families.formats import Sizes, check_layers, one_size, rotated_channels, single_rotation
-from pe_lab.checkpoints.rope_parameters import NO_ROTATION, Rotary, WriteOptions, longest, nope_if_unrotated
+from pe_lab.checkpoints.rope_parameters import NO_ROTATION, Rotary, WriteOptions, divisors, longest, nope_if_unrotated
 from pe_lab.config import ModelConfig
 from pe_lab.errors import CheckpointError, UnsupportedError, excerpt
 from pe_lab.positional import (
@@ -325,12 +323,11 @@ class GgufPositions(PositionFormat):
         if isinstance(encoding, NoPE):
             return Rotation(kind="linear", factor=NO_ROTATION)
         width = model.head_dim
-        if isinstance(encoding, PartialRope):
-            if not self.partial:
-                return self._table(encoding, model, width)
-            width = encoding.rotated_channels(model.head_dim)
-        elif encoding.fraction != 1:
-            return self._table(encoding, model, width)
+        if isinstance(encoding, PartialRope) and self.partial:  # of the channels that rotate
+            width = encoding.rotated_channels(width)
+            encoding = Rope(encoding.base, 1.0, encoding.scaling)
+        if isinstance(encoding, PartialRope) or encoding.fraction != 1:
+            return self._table(encoding, width)
         base, scaling = encoding.base, encoding.scaling
         if scaling is None:
             return Rotation(base)
@@ -342,43 +339,27 @@ class GgufPositions(PositionFormat):
             betas = (float(scaling.beta_fast), float(scaling.beta_slow))
             if scaling.truncate and (betas == BETAS or self.betas):
                 own = 0.1 * math.log(scaling.factor) + 1
-                gain = float(frequencies(encoding, model.head_dim)[1][0]) / own
+                gain = float(frequencies(encoding, width)[1][0]) / own
                 gain = 1.0 if abs(gain - 1) < 1e-9 else gain
                 return Rotation(base, "yarn", scaling.factor, scaling.original_length, gain, betas)
         if isinstance(scaling, LongRope) and scaling.short_factor != scaling.long_factor and self.tables != "none":
-            gain = float(frequencies(encoding, model.head_dim)[1][0])
+            gain = float(frequencies(encoding, width)[1][0])
             tables = ((SHORT, scaling.short_factor), (LONG, scaling.long_factor))
             return Rotation(base, "longrope", 1.0, scaling.original_length, gain, tables=tables)
-        return self._table(encoding, model, width)
+        return self._table(encoding, width)
 
-    def _table(self, encoding: Rope | PartialRope, model: ModelConfig, width: int) -> Rotation:
-        """The frequencies as one divisor for each pair of the first `width` channels, and one gain."""
-        inv_freq, gain = (array[: width // 2] for array in frequencies(encoding, model.head_dim))
-        if (frequencies(encoding, model.head_dim, 2**30)[0][: width // 2] != inv_freq).any():
-            raise UnsupportedError(
-                f"llama.cpp has no {encoding} that depends on the length. Nearest: its frequencies for one length "
-                "(--length=TOKENS)."
-            )
+    def _table(self, encoding: Rope | PartialRope, head_dim: int) -> Rotation:
+        """The frequencies as one divisor for each pair of a head, and one gain."""
         if self.tables == "none":
             raise UnsupportedError(
                 f"llama.cpp reads no divisors of single pairs for it, which {encoding} needs. Nearest: a larger base, "
                 "PI or YaRN."
             )
-        if (gain != gain[0]).any():
-            raise UnsupportedError(
-                f"llama.cpp multiplies all of these channels by one attention factor, {encoding} only some of them. "
-                "Nearest: the same without an attention factor (ntk_by_parts for yarn)."
-            )
-        plain = encoding.base ** (-2.0 * np.arange(width // 2) / width)
-        with np.errstate(divide="ignore"):
-            divisors = np.minimum(
-                np.where(inv_freq > 0, plain / np.maximum(inv_freq, 1e-300), NO_ROTATION), NO_ROTATION
-            )
-        table = tuple(divisors.tolist())
+        table, gain = divisors(encoding, head_dim, "llama.cpp")
         names = (SHARED,) if self.tables == "all" else (SHORT, LONG)
         original = getattr(encoding.scaling, "original_length", 0)
         kind = "none" if self.tables == "all" else "longrope"
-        return Rotation(encoding.base, kind, 1.0, original, float(gain[0]), tables=tuple((x, table) for x in names))
+        return Rotation(encoding.base, kind, 1.0, original, gain, tables=tuple((x, table) for x in names))
 
 
 def _number(config: Config, key: str, default: float) -> float:
