@@ -74,7 +74,7 @@ def _loading(export: Export, name: str) -> str:
     for runtime, version in RUNTIMES.items():
         reasons = found[runtime]
         if fails(reasons):
-            parts.append(f"**{runtime}** ({version}): not right. {'; '.join(reasons)}.")
+            parts.append(f"**{runtime}** ({version}): {'; '.join(reasons)}.")
             continue
         longer = _LONGER.get(runtime, "").format(declared_length(export.config)) if reasons else ""
         note = f" {'; '.join(reasons)}." if reasons else ""
