@@ -73,7 +73,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--push",
         metavar="ORG/NAME",
-        help="also send an export to a new repository of the Hugging Face hub (token: `hf auth login`, or HF_TOKEN)",
+        help="also send an export to a repository of the Hugging Face hub that has no model, or no such GGUF file "
+        "(token: `hf auth login`, or HF_TOKEN)",
     )
     p.add_argument("--dtype", help="of weights exported to hf:DIR: float32, bfloat16 or float16 (default: unchanged)")
     p.add_argument("--tokenizer", choices=("none",), help="none: leave the tokenizer out")
@@ -206,7 +207,7 @@ def export_checkpoint(
     from pe_lab.checkpoints.runtimes import report
     from pe_lab.model import Model
     from pe_lab.positional import layer_hooks
-    from pe_lab.results.model_card import model_card
+    from pe_lab.results.model_card import CARD, model_card
 
     family = None if args.family == "auto" else args.family
     export = plan_export(source, family, args.dtype, args.length, args.max_length, args.runtimes)
@@ -231,7 +232,7 @@ def export_checkpoint(
             write_huggingface(source, export, temporary, done)
         _write_generation(export.config, tokenizer, temporary)
         card = model_card(source, export, args.push or to.name, _results(args.source, source))
-        (temporary / "README.md").write_text(card, encoding="utf-8")
+        (temporary / CARD).write_text(card, encoding="utf-8")
         if export.family.stock:
             model = Model(source.model, hooks=layer_hooks(source.layers, source.model.heads))
             _check_parity(args, python, model, lambda p: compare(_as_exported(args, export), temporary, p))
@@ -239,8 +240,9 @@ def export_checkpoint(
     note = "" if tokenizer else " The checkpoint has no tokenizer."
     print(f"{to}: written from {source.display_name}.{note}")
     if args.push:
-        address = push(storage.local_copy(to), args.push, f"Exported by pe_lab from {source.display_name}")
-        print(f"{address}: sent.")
+        directory = storage.local_copy(to)
+        files = {str(file.relative_to(directory)): file for file in sorted(directory.rglob("*")) if file.is_file()}
+        print(f"{push(directory, files, args.push)}: sent.")
 
 
 def _runtimes(text: str) -> tuple[str, ...]:
@@ -274,9 +276,8 @@ def _check_gguf(to: AnyPath, args: argparse.Namespace) -> None:
     """`ConfigError` for a GGUF file that cannot be written; `UnsupportedError` without the gguf package."""
     if args.dtype is not None:
         raise ConfigError("--dtype goes with --to=hf:DIR; of a GGUF file it is a suffix, such as --to=gguf:FILE:q8_0.")
-    for option, value in {"--for": args.runtimes, "--push": args.push}.items():
-        if value:
-            raise ConfigError(f"{option} goes with --to=hf:DIR; a GGUF file is for llama.cpp.")
+    if args.runtimes:
+        raise ConfigError("--for goes with --to=hf:DIR; a GGUF file is for llama.cpp.")
     if storage.is_remote(to):
         raise ConfigError(f"--to=gguf:{to} is on an object store; write the file on a disk, and copy it there.")
     if storage.exists(to):
@@ -296,13 +297,16 @@ def export_gguf(
 ) -> None:
     """Writes any checkpoint as a GGUF file; `kind` is one of `gguf.export.KINDS`, or None for the weights' own."""
     from pe_lab.checkpoints.gguf.export import check_written, plan_gguf, write_gguf
+    from pe_lab.checkpoints.hub import check_push, push
     from pe_lab.checkpoints.parity import compare_with_llama_cpp
     from pe_lab.data.tokenizers.to_gguf import gguf_metadata
     from pe_lab.model import Model
     from pe_lab.positional import layer_hooks
+    from pe_lab.results.model_card import CARD, gguf_card
 
     family = None if args.family == "auto" else args.family
     export = plan_gguf(source, kind, family, args.length, args.max_length)
+    there = check_push(args.push, to.name) if args.push else []
     vocabulary, notes = {"tokenizer.ggml.model": "none"}, ()
     if tokenizer is not None:
         vocabulary, notes = gguf_metadata(tokenizer, source.model.vocab_size, to.stem)
@@ -318,8 +322,14 @@ def export_gguf(
         check_written(temporary, export)
         model = Model(source.model, hooks=layer_hooks(source.layers, source.model.heads))
         _check_parity(args, python, model, lambda p: [compare_with_llama_cpp(temporary, p)], "llama.cpp")
+    card = to.with_name(f"{to.name}.md")
+    text = gguf_card(source, export, to.name, args.push, (*export.notes, *notes), _results(args.source, source))
+    storage.write_file(card, text.encode())
     note = "" if tokenizer else " It has no tokenizer: programs that read text need one."
-    print(f"{to}: written from {source.display_name}.{note}")
+    print(f"{to}: written from {source.display_name}, with its model card {card.name}.{note}")
+    if args.push:
+        files = {to.name: to} | ({} if CARD in there else {CARD: card})
+        print(f"{push(to, files, args.push)}: sent.")
 
 
 def _token_ids(tokenizer: Tokenizer, config: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`pe_lab.convert --push`: exports sent to a hub that speaks the protocol on loopback. 25 seconds: five processes."""
+"""`pe_lab.convert --push`: exports sent to a hub that speaks the protocol on loopback. 40 seconds: eight processes."""
 
 from __future__ import annotations
 
@@ -99,9 +99,16 @@ def hub(files: dict[str, dict[str, bytes]], refuses: str = "") -> Iterator[Hub]:
         server.server_close()
 
 
-def push(server: Hub, out: Path, name: str, token: str = TOKEN) -> subprocess.CompletedProcess:
+def push(server: Hub, out: Path, name: str, token: str = TOKEN, form: str = "hf") -> subprocess.CompletedProcess:
     """`pe_lab.convert` in a process of its own: the address of the hub is read once."""
-    command = [sys.executable, "-m", "pe_lab.convert", f"--from=hf:{HF / 'llama'}", f"--to=hf:{out}", "--parity=off"]
+    command = [
+        sys.executable,
+        "-m",
+        "pe_lab.convert",
+        f"--from=hf:{HF / 'llama'}",
+        f"--to={form}:{out}",
+        "--parity=off",
+    ]
     given = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
     address = f"http://127.0.0.1:{server.server_address[1]}"
     env = given | {"HF_ENDPOINT": address, "HF_HOME": str(out.parent / "home"), "HF_HUB_DISABLE_TELEMETRY": "1"}
@@ -126,6 +133,23 @@ def test_a_repository_with_a_model_is_left_alone(tmp_path: Path) -> None:
         refused = push(server, tmp_path / "out", "org/taken")
     assert refused.returncode == 2 and not (tmp_path / "out").exists()
     assert "the repository has a model already (model.safetensors)" in refused.stderr
+
+
+def test_gguf_files_of_a_model_are_sent_to_one_repository(tmp_path: Path) -> None:
+    with hub({"org/both": {"model.safetensors": b"x"}}) as server:
+        sent = push(server, tmp_path / "one.gguf", "org/both", form="gguf")
+        assert sent.returncode == 0, sent.stderr
+        files = server.files["org/both"]
+        assert files["one.gguf"] == (tmp_path / "one.gguf").read_bytes()
+        card = files["README.md"]
+        assert card == (tmp_path / "one.gguf.md").read_bytes() and b"--hf-repo org/both --hf-file one.gguf" in card
+        sent = push(server, tmp_path / "two.gguf", "org/both", form="gguf")
+        assert sent.returncode == 0, sent.stderr
+        assert "two.gguf" in files and files["README.md"] == card
+        (tmp_path / "one.gguf").unlink()
+        refused = push(server, tmp_path / "one.gguf", "org/both", form="gguf")
+    assert refused.returncode == 2 and "the repository has a model already (one.gguf)" in refused.stderr
+    assert not (tmp_path / "one.gguf").exists()
 
 
 def test_without_a_token_nothing_is_written(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from pe_lab.attention.statistics import ArrayLike
 from pe_lab.evaluation.variants import Variant
 from pe_lab.language_model import LanguageModel, Tokens
 from pe_lab.model import Model, Params, cross_entropy
-from pe_lab.model.layer_pass import advance, embed, forward_model
+from pe_lab.model.layer_pass import Stream, advance, begin, forward_model
 from pe_lab.parallel import AxisRules, shared, use_mesh
 from pe_lab.positional import HeadEdit, Layer, Schedule, to_json
 from pe_lab.results.findings import Arrays
@@ -54,7 +54,7 @@ class Streams:
         self.lm, self._ids = lm, lm.sequences(tokens)
         self._places: dict[str, Any] = {"segments": segments, "positions": positions}
         self._model = forward_model(lm.whole_pass_config())
-        self._kept: dict[int, Any] = {0: self._embedded()}
+        self._kept: dict[int, Stream] = {0: self._first()}
 
     @property
     def _params(self) -> Params:
@@ -72,10 +72,10 @@ class Streams:
         edited = object.__new__(Streams)
         edited.__dict__ |= vars(self) | {"lm": lm}
         if self._schedule.embeddings != edited._schedule.embeddings:
-            edited._kept = {0: edited._embedded()}
+            edited._kept = {0: edited._first()}
             return edited
         self._input(first, keep=True)
-        edited._kept = {n: x for n, x in self._kept.items() if n <= first}
+        edited._kept = {n: stream for n, stream in self._kept.items() if n <= first}
         return edited
 
     def losses(self, targets: Int[ArrayLike, "B T"]) -> Float32[np.ndarray, "B T"]:
@@ -98,23 +98,30 @@ class Streams:
     def _schedule(self) -> Schedule:
         return self.lm.schedule_for(self._ids.shape[1])
 
-    def _embedded(self) -> Float[np.ndarray, "B T D"]:
+    def _first(self) -> Stream:
         """The stream at the input of the first layer."""
         with self._on_mesh():
             ids = self._put(self._ids)
-            return np.asarray(embed(self._model, self._params, ids, self._schedule, self._places["positions"]))
+            stream = begin(self._model, self._params, ids, self._schedule, self._places["positions"])
+            return jax.tree.map(np.asarray, stream)
 
     def _input(self, n: int, keep: bool = False) -> jax.Array | np.ndarray:
-        """The stream at the input of layer n; with `keep`, also those before it are kept."""
+        """The residual stream at the input of layer n; with `keep`, also those before it are kept."""
         below = max(m for m in self._kept if m <= n)
-        x, schedule = self._kept[below], self._schedule
+        kept = self._kept[below]
         with self._on_mesh():
-            run = functools.partial(advance, self._model, self._params, schedule=schedule, **self._places)
+            stream = jax.tree.map(self._put, kept)
+            run = functools.partial(advance, self._model, self._params, schedule=self._schedule, **self._places)
             if not keep:
-                return run(self._put(x), start=below, stop=n)
+                return run(stream, start=below, stop=n).x
             for m in range(below, n):
-                x = self._kept[m + 1] = np.asarray(run(self._put(x), start=m, stop=m + 1))
-            return x
+                stream = run(stream, start=m, stop=m + 1)
+                of_sources = {
+                    source: kept.keys_values.get(source) or jax.tree.map(np.asarray, found)
+                    for source, found in stream.keys_values.items()
+                }
+                kept = self._kept[m + 1] = Stream(np.asarray(stream.x), of_sources, kept.embedded)
+            return kept.x
 
     def _on_mesh(self) -> contextlib.AbstractContextManager[Any]:
         mesh = self.lm.mesh

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from pe_lab.checkpoints.locating import first_line
@@ -36,8 +37,10 @@ def download(name: str) -> Path:
         raise CheckpointError(f"'{name}' cannot be downloaded from the hub ({first_line(error)}). {by_hand}") from None
 
 
-def check_push(name: str) -> None:
-    """Checks that an export can be sent to the repository `name`, before anything is written.
+def check_push(name: str, gguf_file: str | None = None) -> list[str]:
+    """The files of the repository `name`; checks that an export can be sent to it, before anything is written.
+
+    `gguf_file`: a GGUF file of this name is sent, to which those of other number formats may be neighbours.
 
     Raises:
       ConfigError: no ORG/NAME, no huggingface_hub, no token that the hub takes, or a repository with a model in it.
@@ -56,28 +59,31 @@ def check_push(name: str) -> None:
         files = api.list_repo_files(name) if api.repo_exists(name) else []
     except Exception as error:  # of huggingface_hub, requests and the system
         raise ConfigError(f"--push={name}: the hub does not answer, or refuses ({first_line(error)}).") from None
-    if weights := [file for file in files if file.endswith((".safetensors", ".bin", ".gguf"))]:
+    weights = [file for file in files if file.endswith((".safetensors", ".bin", ".gguf"))]
+    if weights := [file for file in weights if gguf_file is None or file == gguf_file]:
         raise ConfigError(
             f"--push={name}: the repository has a model already ({weights[0]}), and files of two models would mix. "
             "Give a new name, or delete its files first."
         )
+    return files
 
 
-def push(directory: Path, name: str, message: str) -> str:
-    """Sends a directory to the repository `name`, which is made if there is none; returns its address.
+def push(path: Path, files: Mapping[str, Path], name: str) -> str:
+    """Sends files, by their paths in the repository `name`, which is made if there is none; returns its address.
 
     Raises:
-      CheckpointError: the hub refuses, or is not reached; the directory stays.
+      CheckpointError: the hub refuses, or is not reached; the export at `path` stays.
     """
-    from huggingface_hub import HfApi
+    from huggingface_hub import CommitOperationAdd, HfApi
 
     try:
         api = HfApi()
         address = api.create_repo(name, exist_ok=True)
-        api.upload_folder(repo_id=name, folder_path=directory, commit_message=message)
+        added = [CommitOperationAdd(at, file) for at, file in files.items()]
+        api.create_commit(name, added, commit_message="Exported by pe_lab")
     except Exception as error:  # of huggingface_hub, requests and the system
         raise CheckpointError(
-            f"{directory} is written, and was not sent to '{name}' ({first_line(error)}). "
-            f"Send it with `hf upload {name} {directory}`."
+            f"{path} is written, and was not sent to '{name}' ({first_line(error)}). Send it with "
+            f"`hf upload {name} {path}`."
         ) from None
     return str(address)

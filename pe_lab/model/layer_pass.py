@@ -15,9 +15,9 @@ from pe_lab.attention import LayerEncoding, attention
 from pe_lab.attention.hooks import encoded
 from pe_lab.attention.statistics import refuse_sharded_sequences
 from pe_lab.config import ModelConfig
-from pe_lab.errors import ConfigError, UnsupportedError
+from pe_lab.errors import ConfigError
 from pe_lab.model.decoder import Model, Params, layer_arrays
-from pe_lab.model.layer_input import LayerInputs
+from pe_lab.model.layer_input import KeysValues, LayerInputs
 from pe_lab.model.layer_shapes import stacked_blocks
 from pe_lab.model.learned import learned_of_layer, split_layers
 from pe_lab.positional import LayerStructure, Schedule
@@ -54,6 +54,20 @@ def hook_encoded(view: LayerView) -> tuple[Float[Array, "B T H any"], Float[Arra
 
 
 Measure = Callable[[LayerView, Any], Any]
+
+
+class Stream(NamedTuple):
+    """What a layer takes from those before it.
+
+    Attributes:
+      x: the residual stream.
+      keys_values: of the layers to whose keys later ones attend, by their number.
+      embedded: what each layer takes of the tokens, where the model has such inputs.
+    """
+
+    x: Float[Array | np.ndarray, "B T D"]
+    keys_values: dict[int, KeysValues] = {}  # noqa: RUF012
+    embedded: tuple[Float[Array | np.ndarray, "B T P"], ...] = ()
 
 
 @functools.cache
@@ -93,39 +107,32 @@ def layer_pass(
     # Traced and not computed, for the errors of a schedule that does not fit.
     jax.eval_shape(functools.partial(model.hidden, schedule=schedule), params, tokens, positions, segments)
     chosen = checked_layers(model.config.layers, layers)
-    run = _runner(model, params, schedule, positions, segments, jnp.asarray(tokens))
-    return _measured(run, functools.partial(embed, model, params, tokens, schedule, positions), measure, chosen, data)
+    run = _runner(model, params, schedule, positions, segments)
+    return _measured(run, functools.partial(begin, model, params, tokens, schedule, positions), measure, chosen, data)
 
 
 def advance(
     model: Model,
     params: Params,
-    x: Float[Array | np.ndarray, "B T D"],
+    stream: Stream,
     schedule: Schedule,
     start: int,
     stop: int,
     *,
     positions: Int[Array | np.ndarray, "#B T"] | None = None,
     segments: Int[Array | np.ndarray, "B T"] | None = None,
-) -> Float[Array, "B T D"]:
-    """The residual stream at the input of layer `stop`, from `x`, that at the input of layer `start`.
+) -> Stream:
+    """The stream at the input of layer `stop`, from that at the input of layer `start`.
 
-    The input of layer 0 is `embed`'s, and that of layer N the output of the last layer. Layers of one structure share
+    The input of layer 0 is `begin`'s, and that of layer N the output of the last layer. Layers of one structure share
     a compiled program. Other arguments as in `layer_pass`.
-
-    Raises:
-      UnsupportedError: layers take more than x from those before them, or from the tokens.
     """
-    if model.config.per_layer_input or any(one.keys_of is not None for one in schedule.structure):
-        raise UnsupportedError(
-            "A pass that begins within the model needs layers that take the residual stream alone, and this model's "
-            "take keys and values of earlier layers, or inputs of the tokens."
-        )
     run = _runner(model, params, schedule, positions, segments)
-    x = jnp.array(x)  # a copy, because each layer's program reuses its input's memory
+    # A copy, because each layer's program reuses its input's memory.
+    stream = stream._replace(x=jnp.array(stream.x))
     for n in range(start, stop):
-        x, _ = run(n, x)
-    return x
+        stream, _ = run(n, stream)
+    return stream
 
 
 def checked_layers(count: int, layers: Sequence[int] | None) -> tuple[int, ...]:
@@ -140,9 +147,9 @@ def checked_layers(count: int, layers: Sequence[int] | None) -> tuple[int, ...]:
 
 
 def _measured(run, first, measure, chosen, data):  # noqa: ANN001, ANN202
-    x, data = first(), jax.tree.map(jnp.asarray, data)
+    stream, data = first(), jax.tree.map(jnp.asarray, data)
     for n in range(chosen[-1] + 1):
-        x, found = run(n, x, measure if n in chosen else None, data)
+        stream, found = run(n, stream, measure if n in chosen else None, data)
         if n in chosen:
             yield n, jax.device_get(found)
 
@@ -159,6 +166,18 @@ def embed(
     return _embed(model, params, jnp.asarray(tokens), jnp.asarray(at), schedule)
 
 
+def begin(
+    model: Model,
+    params: Params,
+    tokens: Int[Array | np.ndarray, "B T"],
+    schedule: Schedule,
+    positions: Int[Array | np.ndarray, "#B T"] | None = None,
+) -> Stream:
+    """The stream at the input of layer 0."""
+    x = embed(model, params, tokens, schedule, positions)
+    return Stream(x, {}, tuple(_layer_inputs(model, params, tokens, x)) if model.config.per_layer_input else ())
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def _embed(model: Model, params: Params, tokens: Any, positions: Any, schedule: Schedule) -> jax.Array:
     return model.embed(params, tokens, positions, schedule, split_layers(params["layers"])[1])
@@ -170,29 +189,21 @@ def _layer_inputs(model: Model, params: Params, tokens: Any, x: jax.Array) -> An
 
 
 def _runner(
-    model: Model, params: Params, schedule: Schedule, positions: Any, segments: Any, tokens: Any = None
-) -> Callable[..., tuple[jax.Array, Any]]:
-    """A function (n, x, measure, data) -> the output of layer n, and what was measured in it; for ascending n.
-
-    `tokens`: of which a model's layers may have inputs of their own.
-    """
+    model: Model, params: Params, schedule: Schedule, positions: Any, segments: Any
+) -> Callable[..., tuple[Stream, Any]]:
+    """A function (n, stream, measure, data) -> the stream after layer n, and what was measured in it."""
     positions, segments = (None if x is None else jnp.asarray(x) for x in (positions, segments))
     blocks = stacked_blocks(split_layers(params["layers"])[0], model.stacks)
     arrays = layer_arrays(jax.tree.map(jnp.asarray, schedule))
-    keys_values: dict[int, Any] = {}  # of the layers whose keys others attend to
-    embedded: list[Any] = []  # the inputs of its own of each layer
 
-    def run(n: int, x: jax.Array, measure: Measure | None = None, data: Any = None) -> tuple[jax.Array, Any]:
+    def run(n: int, stream: Stream, measure: Measure | None = None, data: Any = None) -> tuple[Stream, Any]:
         learned, structure = learned_of_layer(params["layers"], schedule.structure, n), schedule.structure[n]
         place = jnp.int32(model.stacks[structure.shape].layers.index(n))
-        if n == 0 and model.config.per_layer_input:
-            embedded.extend(_layer_inputs(model, params, tokens, x))
-        given = LayerInputs(keys_values.get(structure.keys_of), embedded[n] if embedded else None)
+        given = LayerInputs(stream.keys_values.get(structure.keys_of), stream.embedded[n] if stream.embedded else None)
         stacked = (blocks[structure.shape], place), (arrays, jnp.int32(n))
-        x, own, found = _layer(model, structure, measure, x, stacked, learned, given, positions, segments, data)
-        if structure.keys_of == n:
-            keys_values[n] = own
-        return x, found
+        x, own, found = _layer(model, structure, measure, stream.x, stacked, learned, given, positions, segments, data)
+        shared = {**stream.keys_values, n: own} if structure.keys_of == n else stream.keys_values
+        return Stream(x, shared, stream.embedded), found
 
     return run
 

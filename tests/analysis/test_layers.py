@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from checkpoints.external import DATA
 
 from pe_lab import analyze
 from pe_lab.analysis import layers as analysis
@@ -26,7 +27,7 @@ from pe_lab.analysis.losses import (
 )
 from pe_lab.analysis.sequences import Sequences
 from pe_lab.analysis.session import AnalysisSession
-from pe_lab.checkpoints.checkpoint import Checkpoint
+from pe_lab.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from pe_lab.config import ModelConfig
 from pe_lab.data.tokenizers import load_tokenizer
 from pe_lab.errors import ConfigError
@@ -56,6 +57,20 @@ def made() -> LanguageModel:
 @pytest.fixture
 def lm():
     return made()
+
+
+@pytest.mark.slow
+def test_streams_have_the_keys_of_earlier_layers_and_the_inputs_of_each():
+    """Gemma 4, whose layer 4 attends to the keys of layer 2: 3 s."""
+    checkpoint = open_checkpoint(f"hf:{DATA / 'gemma4_shared'}")
+    lm = LanguageModel(checkpoint, checkpoint.layers, load_tokenizer("bytes"))
+    tokens = TOKENS % checkpoint.model.vocab_size
+    streams = Streams(lm, tokens[:, :-1])
+    for dropped in ((4, 2), (0,), (2, 4)):
+        edited = lm.with_positional(drop(dropped).apply(lm.layers))
+        losses = streams.under(edited).losses(tokens[:, 1:])
+        np.testing.assert_allclose(losses, edited.loss_by_position(tokens), rtol=2e-5, atol=1e-6)
+    assert np.isclose(streams.losses(tokens[:, 1:]), lm.loss_by_position(tokens), rtol=2e-5).all()
 
 
 def text(tokens: np.ndarray = TOKENS) -> Sequences:

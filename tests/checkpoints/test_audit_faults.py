@@ -38,6 +38,7 @@ def test_a_fault_of_transformers_is_named(name, faulty):
     audit = Search(HypothesisRunner(checkpoint, observed.batches), observed.logits).run()
     assert not audit.sound and not audit.elsewhere
     assert (injected.answer,) in audit.found.names, audit.found
+    assert injected.layers in (None, audit.found.hypothesis.layers)
 
 
 # What llama.cpp computes of a GGUF file that its own converter made (see "What runtimes make of it" in

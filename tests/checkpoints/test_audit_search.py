@@ -16,7 +16,7 @@ from pe_lab.checkpoints.audit.faulty_runtime import RotaryKeys
 from pe_lab.checkpoints.audit.search import Audit, Batch, HypothesisRunner, Search
 from pe_lab.checkpoints.audit.self_test import INJECTIONS, MODELS, SHAPE, SelfTestModel, outcomes
 from pe_lab.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from pe_lab.errors import CheckpointError, UnsupportedError
+from pe_lab.errors import CheckpointError
 from pe_lab.positional import Layer, LongRope, NoPE, Rope, Yarn
 
 # One model that can have most faults: a window on a local base, p-RoPE with YaRN, no encoding.
@@ -231,19 +231,8 @@ def test_a_file_of_another_model_is_refused(tmp_path):
         of_gguf(tmp_path / "model.gguf")
 
 
-OF_SHAPES = [name for name in NAMES if name.startswith("gemma4")]  # whose layers differ in shape
-
-
-@pytest.mark.parametrize("name", OF_SHAPES)
-def test_layers_of_several_shapes_are_refused(name):
-    checkpoint, (tokens, _) = open_checkpoint(f"hf:{DATA / name}"), golden(name)
-    batch = Batch(tokens, np.arange(tokens.shape[1], dtype=np.int32), tokens.shape[1])
-    with pytest.raises(UnsupportedError, match="An audit needs layers of one shape"):
-        HypothesisRunner(checkpoint, [batch])
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in OF_SHAPES])
+@pytest.mark.parametrize("name", NAMES)
 def test_no_family_raises_an_alarm(name):
     """1 s each."""
     checkpoint, (tokens, logits) = open_checkpoint(f"hf:{DATA / name}"), golden(name)

@@ -24,12 +24,13 @@ LATE = 200  # the token from which a cache is counted wrong
 
 
 class Injected(NamedTuple):
-    """A fault: the directory of the model, its name in pe_lab, what it does to a loaded model, and tokens."""
+    """A fault: the directory of the model, its name in pe_lab, what it does to a loaded model, tokens, and layers."""
 
     model: str
     answer: str
     inject: Callable[[Any], Any]
     length: int = LENGTH
+    layers: tuple[int, ...] | None = None
 
 
 def _module(model):
@@ -179,6 +180,63 @@ def _table_from_another_place(model):
     model.model.decoder.embed_positions.offset = 3
 
 
+# Gemma 4: p-RoPE of a quarter in layers without a window, which have wider heads than the others.
+
+
+def _full_frequencies(channels, kept):
+    """The first `kept` frequencies of a head of so many channels."""
+
+    def inject(model):
+        import torch
+
+        rotary, theta = model.model.rotary_emb, model.config.rope_parameters["full_attention"]["rope_theta"]
+        found = torch.zeros_like(rotary.full_attention_inv_freq)
+        found[:kept] = theta ** -(torch.arange(0, channels, 2)[:kept] / channels)
+        rotary.full_attention_inv_freq = found
+
+    return inject
+
+
+def _pairs_within_the_first_quarter(model):
+    import torch
+
+    modeling = _module(model)
+    own = modeling.apply_rotary_pos_emb
+    frequency = model.config.rope_parameters["full_attention"]["rope_theta"] ** -torch.tensor([0.0, 0.5])
+    angles = torch.arange(LENGTH)[:, None] * frequency
+    cos, sin = (torch.cat([function(angles)] * 2, -1)[None] for function in (torch.cos, torch.sin))
+
+    def apply(x, *of_layer, **settings):
+        if x.shape[-1] != 16:
+            return own(x, *of_layer, **settings)
+        return torch.cat([own(x[..., :4], cos, sin, **settings), x[..., 4:]], -1)
+
+    return mock.patch.object(modeling, "apply_rotary_pos_emb", apply)
+
+
+def _not_rotated(layer):
+    """Neither are its keys where other layers attend to them."""
+
+    def inject(model):
+        def identity(module, args, kwargs):
+            cos, sin = kwargs["position_embeddings"]
+            return args, {**kwargs, "position_embeddings": (cos**0, 0 * sin)}
+
+        model.model.layers[layer].self_attn.register_forward_pre_hook(identity, with_kwargs=True)
+
+    return inject
+
+
+def _queries_and_keys_interleaved(model):
+    """By a converter; values that are keys, too."""
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        for module in (attention.q_proj, attention.k_proj, attention.q_norm, attention.k_norm):
+            weight = module.weight
+            pairs = weight.reshape(-1, 2, attention.head_dim // 2, *weight.shape[1:])
+            weight.data = pairs.transpose(1, 2).reshape(weight.shape).clone()
+
+
 INJECTED = {
     "base": Injected("llama", "base ignored", _rope_parameters(rope_theta=10000.0)),
     "scaling": Injected("llama_yarn", "scaling ignored", _rope_parameters(rope_theta=100.0)),
@@ -209,6 +267,16 @@ INJECTED = {
     "no_table": Injected("gpt2", "encoding ignored", _no_positions, 60),
     "no_slopes": Injected("bloom", "encoding ignored", _no_slopes),
     "other_place": Injected("opt", "positions offset", _table_from_another_place, 60),
+    "gemma4_whole": Injected("gemma4", "proportional and partial", _full_frequencies(16, 8)),
+    "gemma4_partial": Injected("gemma4", "proportional and partial", _pairs_within_the_first_quarter),
+    "gemma4_head_size": Injected("gemma4", "head size", _full_frequencies(8, 2)),
+    "gemma4_interleaved": Injected("gemma4", "query/key permutation", _queries_and_keys_interleaved),
+    "gemma4_shared_partial": Injected(
+        "gemma4_shared", "proportional and partial", _pairs_within_the_first_quarter, layers=(2, 4)
+    ),
+    # Layer 4 attends to the keys of layer 2.
+    "gemma4_of_shared_keys": Injected("gemma4_shared", "rotated layers not rotated", _not_rotated(2), layers=(2,)),
+    "gemma4_with_shared_keys": Injected("gemma4_shared", "rotated layers not rotated", _not_rotated(4), layers=(4,)),
 }
 
 

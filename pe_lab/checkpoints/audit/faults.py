@@ -213,20 +213,20 @@ def _(at: AuditedModel) -> Iterator[Hypothesis]:
 
     Partial RoPE pairs channels within those that rotate, p-RoPE over the whole head.
     """
-    K = at.model.head_dim
+    K = [one.head_dim for one in at.heads]
     partial = [n for n in at.rotated if isinstance(at.encodings[n], PartialRope)]
     portions = [n for n in at.rotated if isinstance(e := at.encodings[n], Rope) and 0 < e.fraction < 1]
     # The channels that rotate: those of partial RoPE, and those that it would rotate instead of p-RoPE.
-    width = {n: at.encodings[n].rotated_channels(K) for n in partial}
-    width |= {n: 2 * int(at.encodings[n].fraction * K // 2) for n in portions}
-    half = {n: channel_order(Layout("half", channels), K) for n, channels in width.items()}
+    width = {n: at.encodings[n].rotated_channels(K[n]) for n in partial}
+    width |= {n: 2 * int(at.encodings[n].fraction * K[n] // 2) for n in portions}
+    half = {n: channel_order(Layout("half", channels), K[n]) for n, channels in width.items()}
     whole = {n: Rope(at.encodings[n].base, 1.0, at.encodings[n].scaling) for n in width}
 
     def other(n: int) -> Encoding:
         e = at.encodings[n]
         if n in partial:  # half a channel is rounded off
-            return Rope(e.base, (width[n] + 0.5) / K, e.scaling)
-        return PartialRope(e.base, width[n] / K, e.scaling)
+            return Rope(e.base, (width[n] + 0.5) / K[n], e.scaling)
+        return PartialRope(e.base, width[n] / K[n], e.scaling)
 
     for among, orders, name, pairing in (
         (partial, {n: np.argsort(half[n]) for n in partial}, "p-RoPE", "over the whole head"),
@@ -243,19 +243,39 @@ def _(at: AuditedModel) -> Iterator[Hypothesis]:
 
 
 @fault(
+    "head size",
+    "Look at the head size that frequencies are computed for: that of the layer, or of the others (`head_dim` and "
+    "`global_head_dim`).",
+)
+def _(at: AuditedModel) -> Iterator[Hypothesis]:
+    """base^(-2i / K') with the K' of other layers, for a portion of these channels or of the layer's own."""
+    for other in sorted({one.head_dim for one in at.heads}):
+        for of_layer, what in ((False, "and as many pairs"), (True, "for the pairs of their own")):
+
+            def sized(n: int, one: Layer, other: int = other, of_layer: bool = of_layer) -> Layer:
+                ratio = at.heads[n].head_dim / other
+                fraction = one.encoding.fraction / (1 if of_layer else ratio)
+                return dataclasses.replace(one, encoding=Rope(one.encoding.base**ratio, min(fraction, 1.0)))
+
+            plain = [n for n in at.rotated if isinstance(e := at.encodings[n], Rope) and e.scaling is None]
+            among = [n for n in plain if at.heads[n].head_dim != other]
+            yield at.edited(f"are rotated with the frequencies of heads of {other} channels, {what}", sized, among)
+
+
+@fault(
     "query/key permutation",
     "Look at the converter: `q_proj` and `k_proj` are permuted where one side pairs channels i and i + K/2, and the "
     "other 2i and 2i + 1; keys with the number of key heads.",
 )
 def _(at: AuditedModel) -> Iterator[Hypothesis]:
     """Pairs (i, i + K/2) taken for (2i, 2i + 1) and the reverse, of both sides or one; the wrong number of heads."""
-    K, every = at.model.head_dim, tuple(at.every)
+    K = [one.head_dim for one in at.heads]
     if not at.rotated:
         return
     # A layer without rotation is permuted with the others, as a whole head.
-    width = [e.rotated_channels(K) if isinstance(e, PartialRope) else K for e in at.encodings]
-    inverse = [np.argsort(channel_order(Layout("half", r), K)) for r in width]
-    taken = {n: inverse[n][channel_order(Layout("interleaved", r), K)] for n, r in enumerate(width)}
+    width = [e.rotated_channels(K[n]) if isinstance(e, PartialRope) else K[n] for n, e in enumerate(at.encodings)]
+    inverse = [np.argsort(channel_order(Layout("half", r), K[n])) for n, r in enumerate(width)]
+    taken = {n: inverse[n][channel_order(Layout("interleaved", r), K[n])] for n, r in enumerate(width)}
     for orders, what in (
         (taken, "channels i and i + K/2, a pair of queries and keys, are taken for 2i and 2i + 1"),
         (
@@ -264,20 +284,27 @@ def _(at: AuditedModel) -> Iterator[Hypothesis]:
         ),
     ):
         yield at.reordered(what, orders, ("query", "key", "norm"))
+        if at.values_are_keys:
+            yield at.reordered(f"{what}, and so are values that are keys", orders, ("query", "key", "norm", "value"))
         if at.model.qk_norm != "none":
             yield at.reordered(f"{what}, but not in the QK-norm", orders, ("query", "key"))
         yield at.reordered(f"{what}, in queries alone", orders, ("query", "norm"))
         yield at.reordered(f"{what}, in keys alone", orders, ("key", "norm"))
-    H, G = at.model.heads, at.model.kv_heads
-    if H != G and (G * K) % (2 * H) == 0 and set(width) == {K}:
-        own, wrong = (np.arange(G * K).reshape(heads, 2, -1).swapaxes(1, 2).ravel() for heads in (G, H))
-        for order in (wrong[np.argsort(own)], own[np.argsort(wrong)]):
+    H = at.model.heads
+    grouped = {n: one.num_kv_heads for n, one in enumerate(at.heads) if one.num_kv_heads != H}
+    if grouped and all((G * K[n]) % (2 * H) == 0 and width[n] == K[n] for n, G in grouped.items()):
+        for reverse in (False, True):
+            orders = []
+            for n, G in grouped.items():
+                own, wrong = (np.arange(G * K[n]).reshape(heads, 2, -1).swapaxes(1, 2).ravel() for heads in (G, H))
+                order = own[np.argsort(wrong)] if reverse else wrong[np.argsort(own)]
+                orders.append(ChannelOrder((n,), None, tuple(order.tolist())))
 
-            def permuted(c: Computation, order: np.ndarray = order) -> Computation:
-                return c._replace(orders=(*c.orders, ChannelOrder(every, None, tuple(order.tolist()))))
+            def permuted(c: Computation, orders: list[ChannelOrder] = orders) -> Computation:
+                return c._replace(orders=(*c.orders, *orders))
 
             what = "the keys are permuted with the number of query heads instead of that of key heads"
-            yield Hypothesis(what, every, permuted)
+            yield Hypothesis(what, tuple(grouped), permuted)
 
 
 _NO_ROPE = "Look at `no_rope_layers`, or at the rule by which the runtime chooses layers without rotation."

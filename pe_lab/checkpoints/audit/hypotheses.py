@@ -7,6 +7,7 @@ key channels. `faults.py` is the list of them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +19,10 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from pe_lab.checkpoints.families.tensors import ROTATED
 from pe_lab.config import ModelConfig
-from pe_lab.positional import Encoding, Layer, NoPE, PartialRope, Rope, Scaling, frequencies, has, rotate
+from pe_lab.model.layer_shapes import layer_heads, stacks
+from pe_lab.positional import Encoding, Layer, LayerHeads, NoPE, PartialRope, Rope, Scaling, frequencies, has, rotate
 from pe_lab.positional.codec import ranges
 from pe_lab.positional.hooks import Keys, Params, Positions, Queries
 from pe_lab.positional.scalings import Scaled
@@ -33,18 +36,29 @@ class ChannelOrder(NamedTuple):
       query: [H * K], where each channel is taken from; None: unchanged.
       key: [G * K]; None: unchanged.
       norms: whether the scales of the QK-norm are in that order too.
+      out: [H * K], of the inputs of the output projection, where values are keys, but are not in that order; or None.
     """
 
     layers: tuple[int, ...]
     query: tuple[int, ...] | None
     key: tuple[int, ...] | None
     norms: bool = False
+    out: tuple[int, ...] | None = None
 
-    def of(self, leaf: str) -> tuple[int, ...] | None:
-        """The order of a leaf of `families.ROTATED`; None: it does not change."""
-        if leaf.endswith("_norm.scale") and not self.norms:
-            return None
-        return self.query if ".query" in leaf else self.key
+    def reordered(self, name: str, leaf: Array, chosen: Int[np.ndarray, " N"]) -> Array:
+        """A leaf of layers, of which those at the places `chosen` have its channels in this order."""
+        if name == "attention.out":  # [N, H, K, D]
+            order, flat = self.out, jnp.moveaxis(leaf, -1, 1)
+        elif name not in ROTATED or (name.endswith("_norm.scale") and not self.norms):
+            return leaf
+        else:  # [N, D, H, K], [N, H, K], or the scales [N, K] of a norm per head
+            order, flat = self.query if ".query" in name else self.key, leaf
+        if order is None:
+            return leaf
+        shape = flat.shape
+        flat = flat.reshape(*shape[:-2], -1) if leaf.ndim > 2 else flat
+        found = flat.at[chosen].set(flat[chosen][..., np.array(order)[: flat.shape[-1]]]).reshape(shape)
+        return jnp.moveaxis(found, 1, -1) if name == "attention.out" else found
 
 
 class Computation(NamedTuple):
@@ -119,6 +133,17 @@ class AuditedModel:
         """All layers."""
         return range(len(self.layers))
 
+    @functools.cached_property
+    def heads(self) -> tuple[LayerHeads, ...]:
+        """Of every layer."""
+        same = LayerHeads(self.model.kv_heads, self.model.head_dim)
+        return layer_heads(self.model) or (same,) * len(self.layers)
+
+    @property
+    def values_are_keys(self) -> set[int]:
+        """The layers whose values are their keys."""
+        return {n for stack in stacks(self.model) if stack.config.values_are_keys for n in stack.layers}
+
     @property
     def encodings(self) -> list[Any]:
         return [layer.encoding for layer in self.layers]
@@ -151,9 +176,11 @@ class AuditedModel:
     def first_token_moves(self) -> bool:
         """Whether faults of positions can change the logits of the first token, which attends to itself alone.
 
-        They can where positions are added to the embeddings, and where a sink competes with its own key.
+        They can where positions are added to the embeddings, where a sink competes with its own key, and where values
+        are keys, whose channels may be permuted.
         """
-        return any(has(encoding, "embed") or has(encoding, "sink") for encoding in self.acting)
+        of_encodings = any(has(encoding, "embed") or has(encoding, "sink") for encoding in self.acting)
+        return of_encodings or bool(self.values_are_keys)
 
     def say(self, layers: Iterable[int], what: str) -> str:
         """A sentence: `all layers`, `layer 3` or `layers 3,7,11`, and what they are or have."""
@@ -211,18 +238,23 @@ class AuditedModel:
         return self.edited(what, lambda n, one: dataclasses.replace(one, window=windows[n]), self.every, some)
 
     def reordered(self, sentence: str, orders: Mapping[int, Int[np.ndarray, " K"]], sides: Sequence[str]) -> Hypothesis:
-        """The channels of each head are in the order of its layer; `sides` are of query, key and norm."""
+        """The channels of each head are in the order of its layer; `sides` are of query, key, norm and value.
+
+        `value` counts where values are keys.
+        """
 
         def flat(side: str, heads: int, order: Sequence[int]) -> tuple[int, ...] | None:
             channels = len(order) * np.arange(heads)[:, None] + np.array(order)
             return tuple(channels.ravel().tolist()) if side in sides else None
 
-        found = []
-        for order in dict.fromkeys(tuple(one.tolist()) for one in orders.values()):
-            layers = tuple(n for n, one in orders.items() if tuple(one.tolist()) == order)
-            query, key = flat("query", self.model.heads, order), flat("key", self.model.kv_heads, order)
-            found.append(ChannelOrder(layers, query, key, "norm" in sides))
-        return Hypothesis(sentence, tuple(orders), lambda c: c._replace(orders=(*c.orders, *found)))
+        found: dict[ChannelOrder, list[int]] = {}
+        for n, one in orders.items():
+            order, apart = one.tolist(), n in self.values_are_keys and "value" not in sides
+            query, key = flat("query", self.model.heads, order), flat("key", self.heads[n].num_kv_heads, order)
+            out = flat("key", self.model.heads, order) if apart else None
+            found.setdefault(ChannelOrder((), query, key, "norm" in sides, out), []).append(n)
+        same = [order._replace(layers=tuple(layers)) for order, layers in found.items()]
+        return Hypothesis(sentence, tuple(orders), lambda c: c._replace(orders=(*c.orders, *same)))
 
 
 # Descriptions of what no description of a sound model says. They are for the audit alone: none is registered, so that
@@ -295,6 +327,24 @@ class QueriesLater(Encoding):
         inv_freq, _ = frequencies(self.encoding, q.shape[-1], self.length)
         angle = jnp.broadcast_to(jnp.asarray(self.tokens * inv_freq, jnp.float32), (1, q.shape[1], len(inv_freq)))
         return _rotated(q, angle, np.ones(len(inv_freq), np.float32)), k
+
+
+@dataclass(frozen=True)
+class KeysOfAnother(Encoding):
+    """A rotation of queries, and the one that keys have in the layer that they come from."""
+
+    query: Encoding
+    key: Encoding
+    length: int | None
+
+    def encode(self, params: Params, q: Queries, k: Keys, positions: Positions, x: Array) -> tuple[Queries, Keys]:
+        """See `Encoding`."""
+
+        def by(encoding: Encoding, x: Array) -> Array:
+            inv_freq, gain = (one.astype(np.float32) for one in frequencies(encoding, x.shape[-1], self.length))
+            return _rotated(x, positions.astype(jnp.float32)[..., None] * inv_freq, gain)
+
+        return by(self.query, q), by(self.key, k)
 
 
 @dataclass(frozen=True)

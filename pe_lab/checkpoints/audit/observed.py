@@ -17,7 +17,7 @@ from pe_lab.checkpoints.audit.hypotheses import AuditedModel
 from pe_lab.checkpoints.audit.search import Batch
 from pe_lab.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from pe_lab.checkpoints.families import leaf_paths
-from pe_lab.checkpoints.families.tensors import ROTATED
+from pe_lab.checkpoints.families.tensors import ROTATED, block_leaf
 from pe_lab.checkpoints.parity import LENGTH, compared_positions, llama_cpp_logits, transformers_logits
 from pe_lab.checkpoints.source import nested
 from pe_lab.errors import CheckpointError, DataError, UnsupportedError
@@ -131,7 +131,7 @@ def with_weights_of(checkpoint: Checkpoint, file: Path) -> tuple[Checkpoint, tup
     for path, leaf in own.items():
         cosine = jnp.vdot(leaf, found[path]) / (jnp.linalg.norm(leaf) * jnp.linalg.norm(found[path]) + 1e-30)
         if float(cosine) < ALIKE:
-            if path.removeprefix("layers.") not in ROTATED:
+            if block_leaf(path) not in ROTATED:
                 raise CheckpointError(
                     f"'{file}' has other weights than the checkpoint ({path}: cosine {float(cosine):.2f}): it was not "
                     "made of it."

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,17 +19,17 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pe_lab.checkpoints.audit.faults import hypotheses
-from pe_lab.checkpoints.audit.hypotheses import AuditedModel, Computation, Hypothesis
+from pe_lab.checkpoints.audit.hypotheses import AuditedModel, ChannelOrder, Computation, Hypothesis, KeysOfAnother
 from pe_lab.checkpoints.checkpoint import Checkpoint
 from pe_lab.checkpoints.families import leaf_paths
-from pe_lab.checkpoints.families.tensors import ROTATED
+from pe_lab.checkpoints.families.tensors import block_leaf, leaf_shapes
 from pe_lab.checkpoints.parity import PER_POSITION, RELATIVE
 from pe_lab.checkpoints.source import nested
 from pe_lab.errors import CheckpointError, UserError
-from pe_lab.model import Model, Params, model_schedule
-from pe_lab.model.layer_pass import advance, embed, forward_model
-from pe_lab.model.layer_shapes import require_one_shape
-from pe_lab.positional import Schedule
+from pe_lab.model import Model, Params
+from pe_lab.model.layer_pass import Stream, advance, begin, forward_model
+from pe_lab.model.layer_shapes import layer_heads
+from pe_lab.positional import NoPE, Schedule, build_schedule
 
 KEPT_BYTES = 2**27  # of logits that are kept for hypotheses that are asked for again
 NEAREST = 3  # faults of some layers that are followed; hypotheses to each of which a second one is added
@@ -151,14 +151,15 @@ class HypothesisRunner:
     """
 
     def __init__(self, checkpoint: Checkpoint, batches: Sequence[Batch]):
-        require_one_shape(checkpoint.model, "An audit")
         self.params, self.batches = checkpoint.params, tuple(batches)
         self.at = AuditedModel(checkpoint.layers, checkpoint.model)
         self.model = forward_model(dataclasses.replace(checkpoint.model, dtype="float32"))
         self.passes = 0.0
+        leaves = leaf_shapes(checkpoint.model, checkpoint.layers)
+        self._layers = {path: leaf.layers for path, leaf in leaves.items() if leaf.layers is not None}
         self.hypotheses = functools.cache(lambda begins: hypotheses(dataclasses.replace(self.at, begins=begins)))
         self._keys: dict[tuple[Hypothesis | None, int], tuple[Hashable, ...]] = {}
-        self._streams: dict[int, list[Array]] = {}  # by batch: the input of every layer, and the last output
+        self._streams: dict[int, list[Stream]] = {}  # by batch: the input of every layer, and the last output
         self._kept: dict[Hashable, Array] = {}
 
     def keys(self, hypothesis: Hypothesis | None, batch: int) -> tuple[Hashable, ...]:
@@ -178,14 +179,15 @@ class HypothesisRunner:
         if (batch, keys) in self._kept:
             return self._kept[batch, keys]
         computation = self._computation(hypothesis, batch)
-        schedule, params = self._schedule(computation), _reordered(self.params, computation)
+        schedule = self._schedule(computation)
+        params = _reordered(self.params, self._layers, computation.orders)
         same = [one == other for one, other in zip(keys, own, strict=True)]
         start = same.index(False) if not all(same) else len(same)
         with jax.default_matmul_precision("highest"):
-            x = self._config_streams(batch)[start]
+            stream = self._config_streams(batch)[start]
             if start == 0:  # what is added to the embeddings may differ, too
-                x = self._embed(schedule, computation, batch)
-            x = self._advance(params, x, schedule, computation, start, len(same))
+                stream = self._begin(schedule, computation, batch)
+            x = self._advance(params, stream, schedule, computation, start, len(same)).x
             found = _head(self.model, params, x if (at := self.batches[batch].at) is None else x[:, at])
         self.passes += (len(same) - start) / len(same)
         if found.nbytes * (len(self._kept) + 1) <= KEPT_BYTES:
@@ -204,28 +206,34 @@ class HypothesisRunner:
             dataclasses.replace(one, window=None) if one.window is not None and one.window >= length else one
             for one in computation.layers
         ]
-        schedule = model_schedule(config, layers, computation.length)
+        for n, own in enumerate(self.at.heads):
+            source = n if own.keys_of is None else own.keys_of
+            if (query := layers[n].encoding) != (key := computation.layers[source].encoding):
+                apart = KeysOfAnother(query, key, computation.length)
+                layers[n] = dataclasses.replace(layers[n], encoding=NoPE(), extras=(*layers[n].extras, apart))
+        # Not `model_schedule`, which refuses layers with another encoding than the one whose keys they attend to.
+        heads = layer_heads(config)
+        schedule = build_schedule(layers, config.heads, config.kv_heads, config.head_dim, computation.length, heads)
         return schedule.generalize()
 
-    def _config_streams(self, batch: int) -> list[Array]:
+    def _config_streams(self, batch: int) -> list[Stream]:
         if batch not in self._streams:
             computation = self._computation(None, batch)
             schedule = self._schedule(computation)
-            streams = [self._embed(schedule, computation, batch)]
+            streams = [self._begin(schedule, computation, batch)]
             for n in range(schedule.num_layers):
                 streams.append(self._advance(self.params, streams[-1], schedule, computation, n, n + 1))
             self._streams[batch] = streams
             self.passes += 1
         return self._streams[batch]
 
-    def _embed(self, schedule: Schedule, computation: Computation, batch: int) -> Array:
-        tokens, positions = self.batches[batch].tokens, computation.positions[None]
-        return embed(self.model, self.params, tokens, schedule, positions)
+    def _begin(self, schedule: Schedule, computation: Computation, batch: int) -> Stream:
+        return begin(self.model, self.params, self.batches[batch].tokens, schedule, computation.positions[None])
 
     def _advance(
-        self, params: Params, x: Array, schedule: Schedule, computation: Computation, start: int, stop: int
-    ) -> Array:
-        return advance(self.model, params, x, schedule, start, stop, positions=computation.positions[None])
+        self, params: Params, stream: Stream, schedule: Schedule, computation: Computation, start: int, stop: int
+    ) -> Stream:
+        return advance(self.model, params, stream, schedule, start, stop, positions=computation.positions[None])
 
 
 def _keys(computation: Computation, schedule: Schedule) -> tuple[Hashable, ...]:
@@ -240,22 +248,15 @@ def _keys(computation: Computation, schedule: Schedule) -> tuple[Hashable, ...]:
     return tuple(found)
 
 
-def _reordered(params: Params, computation: Computation) -> Params:
-    """Parameters with the channels of queries and keys in the orders of a computation."""
-    if not computation.orders:
+def _reordered(params: Params, layers: Mapping[str, tuple[int, ...]], orders: Sequence[ChannelOrder]) -> Params:
+    """Parameters with the channels of queries and keys in other orders; `layers`: those of each leaf."""
+    if not orders:
         return params
     leaves = leaf_paths(params)
-    for path in leaves:
-        if path.removeprefix("layers.") not in ROTATED:
-            continue
-        for order in computation.orders:
-            if (chosen := order.of(path)) is None:
-                continue
-            leaf, layers = leaves[path], np.array(order.layers)
-            # [N, D, H, K], [N, H, K], or the scales [N, K] of a norm per head.
-            flat = leaf.reshape(*leaf.shape[:-2], -1) if leaf.ndim > 2 else leaf
-            taken = flat[layers][..., np.array(chosen)[: flat.shape[-1]]]
-            leaves[path] = flat.at[layers].set(taken).reshape(leaf.shape)
+    for path, having in layers.items():
+        for order in orders:
+            if chosen := [having.index(n) for n in order.layers if n in having]:
+                leaves[path] = order.reordered(block_leaf(path), leaves[path], np.array(chosen))
     return nested(leaves)
 
 
