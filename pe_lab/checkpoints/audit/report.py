@@ -93,10 +93,14 @@ def verdict(audit: Audit, runtime: str) -> str:
     else:
         best = audit.ranked[0]
         nearest = f"Nearest, with {best.ratio:.0%} of the config's error left: {best.hypothesis.sentence}."
-    return (
-        f"{tried} {nearest}\nThe first token is right, so the fault is in what tokens see of each other: look also at "
-        "what is not among the hypotheses, the scale of attention, its soft cap, a mask of documents."
-    )
+    if audit.first > audit.rounding.tolerance:
+        where = f"The first token differs, too (error {audit.first:.1e}): look also at weights, norms and activations."
+    else:
+        where = (
+            "The first token is right, so the fault is in what tokens see of each other: look also at what is not among "
+            "the hypotheses, the scale of attention, its soft cap, a mask of documents."
+        )
+    return f"{tried} {nearest}\n{where}"
 
 
 def _capital(sentence: str) -> str:
