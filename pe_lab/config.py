@@ -71,7 +71,9 @@ class ModelConfig:
     # 0 here: 1 / sqrt(head_dim), no bound, no cap.
     attention_scale: float = number(0.0, 0, 10**6)  # factor on the products of queries and keys
     attention_soft_cap: float = number(0.0, 0, 10**6)  # c: logits of attention x become c tanh(x / c) (Gemma 2)
-    qkv_clip: float = number(0.0, 0, 10**6)  # the largest magnitude of queries, keys and values (MPT)
+    qkv_clip: float = number(
+        0.0, 0, 10**6
+    )  # largest magnitude of queries, keys and values (MPT); no weight can bound it
     # Of Gemma 4. No weight implies them; the scale acts on the residual stream too, so that no weight can hold it.
     value_norm: bool = field(default=False, metadata=OMIT_DEFAULT)  # an RMS norm of each head's values, without a scale
     values_are_keys: bool = field(default=False, metadata=OMIT_DEFAULT)  # before the keys' norm and rotation
@@ -81,8 +83,8 @@ class ModelConfig:
     residual_multiplier: float = number(1.0, 0, 10**6)  # of each branch, as it is added (Granite)
     tie_embeddings: bool = True
     embedding_multiplier: float = number(1.0, 0, 10**6)  # of the input embedding: sqrt(d_model) in Gemma
-    embedding_norm: bool = False  # a norm of the input embedding (BLOOM)
-    unembedding_bias: bool = False  # a bias on the logits (GPT-J)
+    embedding_norm: bool = False  # a norm of the input embedding (BLOOM); the residual stream carries its output
+    unembedding_bias: bool = False  # a bias on the logits (GPT-J); no other weight is added to them
     logit_multiplier: float = number(1.0, 0, 10**6)  # of the model's logits (Cohere, Granite)
     logit_soft_cap: float = number(0.0, 0, 10**6)  # the same on the model's logits
     norm_epsilon: float = number(1e-6, 0, 1)

@@ -298,8 +298,10 @@ def longest(encoding: Rotary, length: int) -> int:
 
 def declared_length(config: Mapping[str, Any]) -> int:
     """The longest sequence, in tokens, that an exported `config.json` declares, as vLLM and SGLang derive it."""
-    rope = config.get("rope_scaling") or {}
-    factor = rope.get("factor", 1.0) if rope.get("rope_type", rope.get("type")) in ("linear", "dynamic") else 1.0
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)
+    multiplied = rope.get("rope_type", rope.get("type")) in ("linear", "dynamic", "proportional")
+    factor = rope.get("factor", 1.0) if multiplied else 1.0
     (length,) = [config[key] for key in LENGTH_KEYS if key in config][:1]
     return round(length * (1.0 if factor == NO_ROTATION else factor))
 

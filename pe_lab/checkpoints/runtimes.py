@@ -26,8 +26,7 @@ RUNTIMES = {
 # What each statement about a runtime that does not compute an export contains, and how results differ:
 # other logits or an error on a sequence; no start; a shorter length than declared; a longer one.
 WRONG, NO_START, SHORTER, LONGER = "wrong", "does not start", "serves", "needs"
-UNKNOWN = "not known"  # it was not run
-KINDS = (WRONG, NO_START, SHORTER, LONGER, UNKNOWN)
+KINDS = (WRONG, NO_START, SHORTER, LONGER)
 # Families that the servers run by transformers' own classes, rotation included.
 _TRANSFORMERS_IN_SGLANG = ("gpt_neox", "smollm3")
 _TRANSFORMERS_IN_VLLM = (*_TRANSFORMERS_IN_SGLANG, "olmo2", "olmo3", "starcoder2")
@@ -379,9 +378,27 @@ CONTENTS: tuple[Content, ...] = (
     Content("BLOOM", lambda c: _is(c, "bloom"), {SGLANG: _NO_CLASS}),
     Content("MPT", lambda c: _is(c, "mpt"), {LLAMA_CPP: _NOT_CONVERTED, VLLM: _NO_CLASS, SGLANG: _NO_CLASS}),
     Content(
-        "Gemma 4",
-        lambda c: _is(c, "gemma4_text"),
-        dict.fromkeys((LLAMA_CPP, VLLM, SGLANG), "not known: it was not run"),
+        "Gemma 4", lambda c: _is(c, "gemma4_text"), {SGLANG: "does not start: it reads one head size for all layers"}
+    ),
+    Content(
+        "Gemma 4 without p-RoPE in its full layers",
+        lambda c: _is(c, "gemma4_text") and _kind(c) != "proportional",
+        {LLAMA_CPP: "does not start: its converter asks for p-RoPE"},
+    ),
+    Content(
+        "Gemma 4 with PI",
+        lambda c: _is(c, "gemma4_text") and _kind(c) == "linear",
+        {VLLM: "wrong beyond max_position_embeddings: its tables end there"},
+    ),
+    Content(
+        "Gemma 4 with p-RoPE and PI",
+        lambda c: _is(c, "gemma4_text") and _kind(c) == "proportional" and "factor" in _rope(c),
+        dict.fromkeys((LLAMA_CPP, VLLM), "wrong: it does not read the factor"),
+    ),
+    Content(
+        "Gemma 4 with a table",
+        lambda c: _is(c, "gemma4_text") and "longrope" in (_kind(c), _kind(c, "sliding_attention")),
+        {VLLM: "does not start: it reads one head size for all layers"},
     ),
     Content(
         "Gemma 4, OLMo 3, Ministral 3, GraniteSWA",
@@ -404,7 +421,7 @@ def kinds(statements: Sequence[str]) -> set[str]:
 
 def fails(statements: Sequence[str]) -> bool:
     """Whether a runtime of which this is known computes another model than the export, or none, or may do so."""
-    return not kinds(statements).isdisjoint((WRONG, NO_START, UNKNOWN))
+    return not kinds(statements).isdisjoint((WRONG, NO_START))
 
 
 def contents(config: Config) -> list[Content]:

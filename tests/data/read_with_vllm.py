@@ -51,12 +51,14 @@ def prepare(packages: Path):
 
     registry._run_in_subprocess = lambda function: function()  # that process would have no stubs
     current: list[server_results.Seen] = []
+    cached: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # keys and values by layer, for those that share them
 
     class Plain(AttentionImpl):
         def __init__(self, heads, head_size, scale, kv_heads=None, slopes=None, window=None, dtype="auto", cap=None,
                      attn_type="decoder", shared=None, sinks=None, **others):  # fmt: skip
-            if attn_type != "decoder" or shared or others:
-                raise NotImplementedError(f"attention with {attn_type}, {shared}, {others}")
+            if attn_type != "decoder" or others:
+                raise NotImplementedError(f"attention with {attn_type}, {others}")
+            self.shared = shared
             self.num_heads, self.head_size, self.scale, self.num_kv_heads = heads, head_size, scale, kv_heads
             self.slopes = None if slopes is None else torch.tensor(slopes)
             self.window, self.cap, self.sinks = window or 0, cap, sinks
@@ -66,6 +68,8 @@ def prepare(packages: Path):
 
         def forward(self, layer, query, key, value, kv_cache, metadata, output, **scales):
             current[0].attend(self.window)
+            key, value = cached[self.shared] if self.shared else (key, value)
+            cached[layer.layer_name] = key, value
             options = (self.scale, self.window, self.cap, self.slopes, self.sinks)
             return output.copy_(server_results.attend(query, key, value, *options))
 

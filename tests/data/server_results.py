@@ -101,6 +101,13 @@ def attend(
     return torch.einsum("hqk,khd->qhd", logits.softmax(-1)[..., :length], value)
 
 
+def still(widest: np.ndarray, rotation: np.ndarray) -> np.ndarray:
+    """The pairs that a rotation [P, R, 2] has fewer than the widest, as if they were not rotated."""
+    missing = np.zeros((len(rotation), widest.shape[1] - rotation.shape[1], 2), rotation.dtype)
+    missing[..., 0] = 1
+    return missing
+
+
 def main(
     description: str, prepare: Callable[[Path], Callable[[str, list[torch.Tensor], int | None, Seen], dict]]
 ) -> None:
@@ -128,10 +135,13 @@ def main(
             prefixes = [int(n) for n in arguments.prefixes.split(",") if n] or [len(sequence)]
             found = compute(directory, [sequence[:n] for n in prefixes], length or None, seen)
             own = [rotation for rotation in seen.rotations if rotation is not None]
-            nothing = np.full_like(own[0], np.nan) if own else np.zeros((0, 0, 2), np.float32)
+            widest = max(own, key=lambda rotation: rotation.shape[1], default=np.zeros((0, 0, 2), np.float32))
+            nothing = np.full_like(widest, np.nan)
             found["max_length"] = str(found["max_length"])  # 256e30 is no integer of numpy
             found["windows"] = np.array(seen.windows)
-            found["rotations"] = np.array([nothing if r is None else r for r in seen.rotations])
+            # Layers with narrower heads end with pairs that are not rotated.
+            wide = [r if r is None else np.concatenate([r, still(widest, r)], 1) for r in seen.rotations]
+            found["rotations"] = np.array([nothing if r is None else r for r in wide])
             found["positions"] = np.zeros(0, int) if seen.positions is None else seen.positions.numpy()
         except Exception as error:  # what a person would meet at the server's start is a result
             traceback.print_exc()

@@ -97,8 +97,8 @@ def verdict(audit: Audit, runtime: str) -> str:
         where = f"The first token differs, too (error {audit.first:.1e}): look also at weights, norms and activations."
     else:
         where = (
-            "The first token is right, so the fault is in what tokens see of each other: look also at what is not among "
-            "the hypotheses, the scale of attention, its soft cap, a mask of documents."
+            "The first token is right, so the fault is in what tokens see of each other: look also at what is not "
+            "among the hypotheses, the scale of attention, its soft cap, a mask of documents."
         )
     return f"{tried} {nearest}\n{where}"
 

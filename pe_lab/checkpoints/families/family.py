@@ -147,13 +147,13 @@ class Family:
         such that transformers does not read and other runtimes ask for.
       tensors: the table of its tensors; a function of the model, where models of the family differ in names.
       activation: the key of its activation; "": it has one, in `fixed`.
-      activations: names of activations that mean another one in this family.
+      activations: names of activations that mean another one in this family: Gemma's files say `gelu` for gelu_tanh.
       constants: other keys that change what is computed, with the values that pe_lab computes, the first one by
         default; they are written where they are not what transformers has without the key.
       holds: reasons why an export cannot have a model's shape, beside other values of `fixed`.
       inferred: a config with what the names of tensors say and its keys may leave out.
       pairs: neighbours in a rotation: channels half a head apart, or adjacent ones (`interleaved`).
-      stock: transformers reads it without remote code.
+      stock: transformers reads it without remote code, as all but the layout of DroPE's authors.
     """
 
     model_type: str

@@ -130,6 +130,7 @@ def _write_shapes(model: ModelConfig) -> dict[str, Any]:
         "num_kv_shared_layers": sum(len(shape.layers) for shape in shared),
         "use_double_wide_mlp": any(shape.d_ff for shape in shared),
         "vocab_size_per_layer_input": model.vocab_size,
+        "moe_intermediate_size": None,  # without the key, llama.cpp's converter ends
     }
 
 
