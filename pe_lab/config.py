@@ -71,9 +71,7 @@ class ModelConfig:
     # 0 here: 1 / sqrt(head_dim), no bound, no cap.
     attention_scale: float = number(0.0, 0, 10**6)  # factor on the products of queries and keys
     attention_soft_cap: float = number(0.0, 0, 10**6)  # c: logits of attention x become c tanh(x / c) (Gemma 2)
-    qkv_clip: float = number(
-        0.0, 0, 10**6
-    )  # largest magnitude of queries, keys and values (MPT); no weight can bound it
+    qkv_clip: float = number(0.0, 0, 10**6)  # the largest query, key and value (MPT); no weight can bound them
     # Of Gemma 4. No weight implies them; the scale acts on the residual stream too, so that no weight can hold it.
     value_norm: bool = field(default=False, metadata=OMIT_DEFAULT)  # an RMS norm of each head's values, without a scale
     values_are_keys: bool = field(default=False, metadata=OMIT_DEFAULT)  # before the keys' norm and rotation

@@ -220,7 +220,5 @@ def test_the_command_says_what_it_wrote(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "as llama.cpp's gemma2, q8_0, f32, f16" in out and "declared for 256 tokens" in out
     assert "Logit scale" in out and "folded into q_proj" in out and "written as f16" in out
-    assert "It has no tokenizer" in out and sorted(path.name for path in to.parent.iterdir()) == [
-        "model.gguf",
-        "model.gguf.md",
-    ]
+    assert "It has no tokenizer" in out and "with its model card model.gguf.md" in out
+    assert sorted(path.name for path in to.parent.iterdir()) == ["model.gguf", "model.gguf.md"]
