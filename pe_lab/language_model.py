@@ -38,8 +38,8 @@ from pe_lab.model import (
     model_schedule,
 )
 from pe_lab.model.layer_pass import LayerView, Measure, checked_layers, forward_model, hook_encoded, layer_pass
-from pe_lab.model.layer_shapes import require_equal_heads
 from pe_lab.model.learned import split_layers
+from pe_lab.model.shape import require_equal_heads
 from pe_lab.parallel import AxisRules, hide_absent_tpu, use_mesh
 from pe_lab.positional import (
     Beta,

@@ -27,7 +27,7 @@ from pe_lab.checkpoints.rope_parameters import WriteOptions, declared_length
 from pe_lab.checkpoints.runtimes import LLAMA_CPP, LONGER, NO_START, SGLANG, SHORTER, VLLM, WRONG
 from pe_lab.checkpoints.source import CheckpointSource
 from pe_lab.config import ModelConfig
-from pe_lab.model.layer_shapes import layer_heads
+from pe_lab.model.shape import layer_heads
 from pe_lab.positional import (
     PI,
     DynamicNTK,

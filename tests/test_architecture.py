@@ -41,7 +41,7 @@ def test_the_core_is_short():
     modules = re.findall(r"\]\(\.\./(pe_lab/[\w/]+\.py)\)", order)
     lines = {path: len((ROOT / path).read_text(encoding="utf-8").splitlines()) for path in modules}
     assert len(lines) > 20
-    assert sum(lines.values()) < 7000, lines
+    assert sum(lines.values()) < 7500, lines
 
 
 def test_every_package_is_on_the_map():

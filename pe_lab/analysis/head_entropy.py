@@ -45,7 +45,7 @@ from pe_lab.errors import ConfigError, did_you_mean, redacted
 from pe_lab.evaluation.variants import Variant
 from pe_lab.language_model import LanguageModel, Tokens
 from pe_lab.model.layer_pass import LayerView, checked_layers, hook_encoded
-from pe_lab.model.layer_shapes import require_equal_heads
+from pe_lab.model.shape import require_equal_heads
 from pe_lab.positional import label_layers
 from pe_lab.results.figures import Figure, HeatMaps, Line, LineCharts, layer_names
 from pe_lab.results.findings import Findings

@@ -30,8 +30,8 @@ from pe_lab.evaluation.variants import Variant
 from pe_lab.language_model import LanguageModel
 from pe_lab.model import Params
 from pe_lab.model.layer_pass import LayerView
-from pe_lab.model.layer_shapes import from_stacks, stacked_blocks, stacks
 from pe_lab.model.learned import split_layers
+from pe_lab.model.shape import from_stacks, stacked_blocks, stacks
 from pe_lab.positional import NoPE, Uniform
 from pe_lab.results.figures import Figure, HeatMaps, Line, LineCharts, layer_names
 from pe_lab.results.findings import Arrays, Findings

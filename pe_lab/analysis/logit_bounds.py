@@ -22,7 +22,7 @@ from pe_lab.attention.hooks import refuse_hooks
 from pe_lab.attention.layer_encoding import encode_keys, encode_queries
 from pe_lab.language_model import LanguageModel, Tokens
 from pe_lab.model.layer_pass import LayerView, checked_layers
-from pe_lab.model.layer_shapes import require_equal_heads
+from pe_lab.model.shape import require_equal_heads
 from pe_lab.results.figures import Figure, HeatMaps, Line, LineCharts, layer_names
 from pe_lab.results.findings import Findings
 from pe_lab.results.statistics import interval

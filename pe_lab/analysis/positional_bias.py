@@ -39,7 +39,7 @@ from pe_lab.evaluation.variants import Variant
 from pe_lab.language_model import LanguageModel, Tokens
 from pe_lab.model import Model
 from pe_lab.model.layer_pass import LayerView, checked_layers
-from pe_lab.model.layer_shapes import require_one_shape
+from pe_lab.model.shape import require_one_shape
 from pe_lab.results.figures import Figure, HeatMaps, Line, LineCharts, layer_names
 from pe_lab.results.findings import Findings
 from pe_lab.results.statistics import Interval, interval

@@ -27,8 +27,8 @@ from pe_lab.errors import ConfigError
 from pe_lab.model import Model, Params
 from pe_lab.model.decoder import layer_arrays
 from pe_lab.model.layer_pass import embed
-from pe_lab.model.layer_shapes import require_one_shape, sizes_for
 from pe_lab.model.learned import init_encoding, learned_encodings, learned_of_layer, split_layers
+from pe_lab.model.shape import require_one_shape, sizes_for
 from pe_lab.positional import Layer, LayerHooks, LayerStructure, Schedule, label, layer_hooks, rotate
 from pe_lab.positional.codec import ranges
 from pe_lab.positional.hooks import acts_in_layers, parameter_settings

@@ -27,10 +27,9 @@ from pe_lab.attention.key_block import AttentionInputs, KeyBlockKernel, scaled
 from pe_lab.attention.kv_cache import KVCache, attend_to_cache, write_and_attend
 from pe_lab.config import ModelConfig
 from pe_lab.model.decoder import Model, layer_arrays
-from pe_lab.model.layer_input import KeysValues, LayerInputs
-from pe_lab.model.layer_shapes import Stack, head_shape, stacked_blocks, stacks
 from pe_lab.model.learned import learned_of_repetition, split_layers
-from pe_lab.model.shape import Repetition, repetitions
+from pe_lab.model.modules import KeysValues, LayerInputs
+from pe_lab.model.shape import Repetition, Stack, head_shape, repetitions, stacked_blocks, stacks
 from pe_lab.parallel import constrain, slots_are_sharded
 from pe_lab.positional import LayerStructure, Schedule
 

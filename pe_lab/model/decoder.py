@@ -18,17 +18,6 @@ from pe_lab.attention.dispatch import choose, layer_request
 from pe_lab.attention.hooks import Hooks, cached_sizes, index_positions
 from pe_lab.config import ModelConfig
 from pe_lab.errors import ConfigError, call
-from pe_lab.model.feed_forward import Auxiliary
-from pe_lab.model.layer_input import KeysValues, LayerInputs
-from pe_lab.model.layer_shapes import (
-    Stack,
-    check_schedule,
-    from_stacks,
-    head_shape,
-    sizes_for,
-    stacked_blocks,
-    stacks,
-)
 from pe_lab.model.learned import (
     added_to_embeddings,
     check_learned,
@@ -38,8 +27,20 @@ from pe_lab.model.learned import (
     split_layers,
 )
 from pe_lab.model.loss import Head, cross_entropy, weighted_cross_entropy
-from pe_lab.model.modules import Block, Embedder
-from pe_lab.model.shape import REMAT_POLICIES, Repetition, complete, repetitions
+from pe_lab.model.modules import Auxiliary, Block, Embedder, KeysValues, LayerInputs
+from pe_lab.model.shape import (
+    REMAT_POLICIES,
+    Repetition,
+    Stack,
+    check_schedule,
+    complete,
+    from_stacks,
+    head_shape,
+    repetitions,
+    sizes_for,
+    stacked_blocks,
+    stacks,
+)
 from pe_lab.parallel import balanced_order, constrain, context_size, current_mesh, padded_length
 from pe_lab.positional import (
     LayerHooks,

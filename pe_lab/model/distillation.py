@@ -12,8 +12,8 @@ from jaxtyping import Array, Float, Shaped
 from pe_lab.config import DistillConfig
 from pe_lab.errors import ConfigError
 from pe_lab.model.decoder import LossSums, Model, Params, in_order, with_auxiliary
-from pe_lab.model.layer_shapes import require_equal_heads
 from pe_lab.model.loss import Teacher, distillation_loss
+from pe_lab.model.shape import require_equal_heads
 from pe_lab.positional import Schedule
 
 EPSILON = 1e-6  # added to the mean square of the teacher's numbers

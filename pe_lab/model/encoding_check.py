@@ -20,9 +20,9 @@ from pe_lab.attention import attention
 from pe_lab.config import MeshConfig, ModelConfig
 from pe_lab.errors import ConfigError, UnsupportedError, UserError, is_external
 from pe_lab.model.decoder import Model, Params, layer_arrays
-from pe_lab.model.layer_shapes import model_schedule
 from pe_lab.model.learned import learned_of_layer
 from pe_lab.model.programs import ChunkedForward
+from pe_lab.model.shape import model_schedule
 from pe_lab.parallel import AxisRules, make_mesh, use_mesh
 from pe_lab.positional import Layer, label
 from pe_lab.positional.hooks import has

@@ -17,9 +17,9 @@ from pe_lab.attention.statistics import refuse_sharded_sequences
 from pe_lab.config import ModelConfig
 from pe_lab.errors import ConfigError
 from pe_lab.model.decoder import Model, Params, layer_arrays
-from pe_lab.model.layer_input import KeysValues, LayerInputs
-from pe_lab.model.layer_shapes import stacked_blocks
 from pe_lab.model.learned import learned_of_layer, split_layers
+from pe_lab.model.modules import KeysValues, LayerInputs
+from pe_lab.model.shape import stacked_blocks
 from pe_lab.positional import LayerStructure, Schedule
 
 

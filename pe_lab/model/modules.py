@@ -1,10 +1,13 @@
-"""The decoder's parts as Flax NNX modules. Only this package uses NNX; elsewhere, parameters are plain nested dicts."""
+"""The decoder's parts as Flax NNX modules: norms, feed-forwards, inputs of single layers, attention, blocks, embedder.
+
+Only this package uses NNX; elsewhere, parameters are plain nested dicts.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +16,220 @@ from jaxtyping import Array, Float, Int
 
 from pe_lab.attention import LayerEncoding, attention
 from pe_lab.config import ModelConfig
+from pe_lab.errors import ConfigError
 from pe_lab.model.embedding import embedding_lookup
-from pe_lab.model.feed_forward import FEED_FORWARDS, MLP, Auxiliary, branch_std
-from pe_lab.model.layer_input import NO_INPUTS, KeysValues, LayerEmbedding, LayerInput, LayerInputs
 from pe_lab.model.loss import Head
-from pe_lab.model.norms import qk_norm, stream_norm, unscaled
 from pe_lab.model.projections import constant, normal, project
 from pe_lab.parallel import constrain
+
+QK_NORMS = ("none", "head", "flat", "query_head", "query_flat", "layer_heads")
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square normalization, computed in float32 (Zhang & Sennrich 2019).
+
+    The mean is over as many of the last axes as the scale has. With `plus_one` the scale is 1 + w, and w starts at 0,
+    as in Gemma; the product with the scale is computed in float32 and then rounded.
+    """
+
+    def __init__(self, shape: tuple[int, ...], axes: tuple[str, ...], epsilon: float, plus_one: bool = False):
+        self.scale = constant(0.0 if plus_one else 1.0, shape, axes)
+        self.epsilon, self.plus_one = epsilon, plus_one
+
+    def __call__(self, x: Float[Array, "*batch"]) -> Float[Array, "*batch"]:
+        scale = 1 + self.scale[...] if self.plus_one else self.scale[...]
+        over = tuple(range(-scale.ndim, 0))
+        with jax.named_scope("norm"):
+            wide = x.astype(jnp.float32)
+            wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=over, keepdims=True) + self.epsilon)
+            return (wide * scale).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """Normalization of the last axis to mean 0 and variance 1, scale and bias, in float32 (Ba et al. 2016)."""
+
+    def __init__(self, shape: tuple[int, ...], axes: tuple[str, ...], epsilon: float, bias: bool = True):
+        self.scale = constant(1.0, shape, axes)
+        self.bias = constant(0.0, shape, axes) if bias else None
+        self.epsilon = epsilon
+
+    def __call__(self, x: Float[Array, "*batch"]) -> Float[Array, "*batch"]:
+        with jax.named_scope("norm"):
+            wide = x.astype(jnp.float32)
+            wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+            wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
+            wide = wide * self.scale[...]
+            return (wide if self.bias is None else wide + self.bias[...]).astype(x.dtype)
+
+
+def unscaled(x: Float[Array, "*batch K"], epsilon: float) -> Float[Array, "*batch K"]:
+    """`RMSNorm` of the last axis, without a scale."""
+    with jax.named_scope("norm"):
+        wide = x.astype(jnp.float32)
+        return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)).astype(x.dtype)
+
+
+NORMS = {
+    "rms": RMSNorm,
+    "rms_plus_one": functools.partial(RMSNorm, plus_one=True),
+    "layer": LayerNorm,
+    "layer_no_bias": functools.partial(LayerNorm, bias=False),
+}
+
+
+def stream_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
+    """A norm of the residual stream [B, T, D]."""
+    return NORMS[config.norm]((config.d_model,), ("vector",), config.norm_epsilon)
+
+
+def qk_norm(config: ModelConfig, heads: int, axis: str) -> RMSNorm | LayerNorm:
+    """A norm of queries or keys [B, T, heads, K].
+
+    An RMSNorm of each head (Qwen3), with 1 + w where those of the residual stream have it (Gemma 3), or of all heads
+    (flat; OLMo 2, DroPE); or a LayerNorm of each head without bias, whose heads have a scale each (StableLM 2).
+    """
+    if config.qk_norm == "layer_heads":
+        return LayerNorm((heads, config.head_dim), (axis, "head_dim"), config.norm_epsilon, bias=False)
+    plus_one = config.norm == "rms_plus_one"
+    if config.qk_norm.endswith("flat"):
+        return RMSNorm((heads, config.head_dim), (axis, "head_dim"), config.norm_epsilon, plus_one)
+    return RMSNorm((config.head_dim,), ("head_dim",), config.norm_epsilon, plus_one)
+
+
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),  # So et al. 2021 (Primer)
+}
+FeedForward = TypeVar("FeedForward", bound=type[nnx.Module])
+
+
+def branch_std(config: ModelConfig) -> float:
+    """The standard deviation of the initial output projections of both branches."""
+    # Scaled, the variance of the sum over the 2N residual branches of N layers does not depend on N (GPT-2).
+    return config.init_std / (2 * config.layers) ** 0.5 if config.scaled_residual_init else config.init_std
+
+
+class MLP(nnx.Module):
+    """Feed-forward: gated, down(activation(gate x) * up x) (Shazeer 2020), or plain, down(activation(up x))."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        D, F, std, gated, bias = config.d_model, config.d_ff, config.init_std, config.gated_mlp, config.mlp_bias
+        self.gate = normal(rngs, (D, F), std, ("embed", "mlp")) if gated else None
+        self.up = normal(rngs, (D, F), std, ("embed", "mlp"))
+        self.down = normal(rngs, (F, D), branch_std(config), ("mlp", "embed"))
+        self.gate_bias = constant(0.0, (F,), ("mlp",)) if gated and bias else None
+        self.up_bias = constant(0.0, (F,), ("mlp",)) if bias else None
+        self.down_bias = constant(0.0, (D,), ("vector",)) if bias else None
+        self.activation = config.activation
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        activation = ACTIVATIONS[self.activation]
+        if self.gate is None:
+            hidden = activation(project("up", x, self.up, self.up_bias))
+        else:
+            gate = project("gate", x, self.gate, self.gate_bias)
+            up = project("up", x, self.up, self.up_bias)
+            hidden = activation(gate) * up
+        hidden = constrain(hidden, "batch", "length", "mlp")
+        return project("down", hidden, self.down, self.down_bias)
+
+
+class Auxiliary(NamedTuple):
+    """What a layer gives beside its output: numbers by name, float32 scalars; empty costs nothing.
+
+    Attributes:
+      losses: nats per token, with their coefficients; training adds them to its loss, and logs them.
+      metrics: are logged alone.
+    """
+
+    losses: dict[str, jax.Array] = {}
+    metrics: dict[str, jax.Array] = {}
+
+
+FEED_FORWARDS: dict[str, type[nnx.Module]] = {}
+
+
+def register_feed_forward(name: str) -> Callable[[FeedForward], FeedForward]:
+    """A class decorator: gives a feed-forward the name that `model.feed_forward` takes.
+
+    The class is an `nnx.Module` made by `Class(config, rngs)`, with parameters from `normal` and `constant`. Its call
+    takes x [B, T, D], the normed residual stream, and returns the update [B, T, D], or that and an `Auxiliary` of the
+    same names in every layer. Its means are over the whole batch, also on a mesh.
+    """
+
+    def decorate(kind: FeedForward) -> FeedForward:
+        known = FEED_FORWARDS.get(name, kind)
+        if not name.isidentifier() or known.__qualname__ != kind.__qualname__:
+            raise ConfigError(f"register_feed_forward('{name}'): give {kind.__qualname__} another name.")
+        FEED_FORWARDS[name] = kind
+        return kind
+
+    return decorate
+
+
+def parameter_sizes(kind: type[nnx.Module], config: ModelConfig) -> list[tuple[int, ...]]:
+    """The shapes of the parameters of a module that is made by `kind(config, rngs)`; none is made."""
+    return [leaf.shape for leaf in jax.tree.leaves(nnx.state(nnx.eval_shape(lambda: kind(config, nnx.Rngs(0)))))]
+
+
+KeysValues = tuple[Float[Array, "B T G K"], Float[Array, "B T G K"]]
+
+
+class LayerInputs(NamedTuple):
+    """What a layer takes beside the residual stream, where its model has it.
+
+    Attributes:
+      keys_values: of an earlier layer, normalized and not rotated.
+      embedded: its part of `LayerEmbedding`.
+    """
+
+    keys_values: KeysValues | None = None
+    embedded: Float[Array, "B T P"] | None = None
+
+
+NO_INPUTS = LayerInputs()
+
+
+class LayerEmbedding(nnx.Module):
+    """The inputs of all layers: a second embedding of the tokens, and a projection of their first."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        V, N, P = config.vocab_size, config.layers, config.per_layer_input
+        self.embedding = normal(rngs, (V, N * P), config.init_std, ("vocab", "embed"))
+        self.projection = normal(rngs, (N * P, config.d_model), config.init_std, (None, "embed"))
+        self.norm = RMSNorm((P,), ("vector",), config.norm_epsilon, config.norm == "rms_plus_one")
+        self.sizes = N, P
+
+    def __call__(self, tokens: Int[Array, "B T"], x: Float[Array, "B T D"]) -> Float[Array, "N B T P"]:
+        """The input of each layer, of tokens whose first embedding is x; both parts in the dtype of x."""
+        (N, P), dtype = self.sizes, x.dtype
+        found = embedding_lookup(self.embedding[...], tokens, dtype) * jnp.asarray(P**0.5, dtype)
+        with jax.named_scope("layer_projection"):
+            projected = jnp.einsum("btd,pd->btp", x, self.projection[...].astype(dtype))
+        found, projected = (one.reshape(*tokens.shape, N, P) for one in (found, projected))
+        projected = self.norm(projected * jnp.asarray(x.shape[-1] ** -0.5, dtype))
+        found = (projected + found) * jnp.asarray(0.5**0.5, dtype)
+        return constrain(jnp.moveaxis(found, 2, 0), None, "batch", "length", None)
+
+
+class LayerInput(nnx.Module):
+    """What a layer adds of its own input of the tokens: norm(projection(activation(gate x) * input))."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        D, P = config.d_model, config.per_layer_input
+        self.gate = normal(rngs, (D, P), config.init_std, ("embed", None))
+        self.projection = normal(rngs, (P, D), branch_std(config), (None, "embed"))
+        self.post_norm = stream_norm(config)
+        self.activation = ACTIVATIONS[config.activation]
+
+    def __call__(self, x: Float[Array, "B T D"], embedded: Float[Array, "B T P"]) -> Float[Array, "B T D"]:
+        with jax.named_scope("layer_input"):
+            hidden = self.activation(project("gate", x, self.gate)) * embedded
+            return self.post_norm(project("projection", hidden, self.projection))
+
 
 BLOCKS = ("pre_norm", "post_norm", "pre_post_norm", "parallel", "parallel_one_norm")
 

@@ -26,9 +26,8 @@ from pe_lab.errors import ConfigError, UserError, within
 from pe_lab.model import Flops, Model, Params, complete, least_parameters, model_schedule, train_flops_per_token
 from pe_lab.model.distillation import learns
 from pe_lab.model.encoding_check import require_causal
-from pe_lab.model.flops import layer_weights
-from pe_lab.model.layer_shapes import stacked_blocks, stacks
 from pe_lab.model.learned import split_layers
+from pe_lab.model.shape import layer_weights, stacked_blocks, stacks
 from pe_lab.parallel import AxisRules, balanced_order, check_batch, check_memory, make_mesh, use_mesh
 from pe_lab.parallel.topology import GIB, Chip, chip_of
 from pe_lab.positional import Layer, Schedule, layers

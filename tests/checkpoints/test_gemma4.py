@@ -16,9 +16,8 @@ from pe_lab.checkpoints.huggingface import HuggingFaceSource
 from pe_lab.config import LayerShape, ModelConfig, OptimizerConfig, from_dict, to_json
 from pe_lab.errors import CheckpointError, ConfigError, UnsupportedError
 from pe_lab.model import Model, complete, model_schedule
-from pe_lab.model.layer_shapes import check_schedule
 from pe_lab.model.programs import ChunkedForward
-from pe_lab.model.shape import Repetition, repetitions
+from pe_lab.model.shape import Repetition, check_schedule, repetitions
 from pe_lab.positional import ForgettingGate, Layer, Rope, drop
 from pe_lab.training.optimizer import make_optimizer
 from pe_lab.training.step import init_state, train_step

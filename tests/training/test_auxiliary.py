@@ -13,7 +13,7 @@ from flax import nnx
 from pe_lab.config import MeshConfig, ModelConfig, OptimizerConfig
 from pe_lab.errors import ConfigError
 from pe_lab.model import Auxiliary, Model, normal, register_feed_forward, train_flops_per_token
-from pe_lab.model.feed_forward import FEED_FORWARDS
+from pe_lab.model.modules import FEED_FORWARDS
 from pe_lab.parallel import AxisRules, make_mesh
 from pe_lab.positional import Rope, build_schedule, import_encodings, layers
 from pe_lab.training.optimizer import make_optimizer

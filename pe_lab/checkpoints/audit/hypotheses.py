@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from pe_lab.checkpoints.families.tensors import ROTATED
 from pe_lab.config import ModelConfig
-from pe_lab.model.layer_shapes import layer_heads, stacks
+from pe_lab.model.shape import layer_heads, stacks
 from pe_lab.positional import Encoding, Layer, LayerHeads, NoPE, PartialRope, Rope, Scaling, frequencies, has, rotate
 from pe_lab.positional.codec import ranges
 from pe_lab.positional.hooks import Keys, Params, Positions, Queries

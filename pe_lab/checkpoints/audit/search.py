@@ -28,7 +28,7 @@ from pe_lab.checkpoints.source import nested
 from pe_lab.errors import CheckpointError, UserError
 from pe_lab.model import Model, Params
 from pe_lab.model.layer_pass import Stream, advance, begin, forward_model
-from pe_lab.model.layer_shapes import layer_heads
+from pe_lab.model.shape import layer_heads
 from pe_lab.positional import NoPE, Schedule, build_schedule
 
 KEPT_BYTES = 2**27  # of logits that are kept for hypotheses that are asked for again

@@ -18,7 +18,7 @@ from pe_lab.checkpoints.rope_parameters import (
 )
 from pe_lab.config import ModelConfig
 from pe_lab.errors import CheckpointError, ConfigError, UnsupportedError, excerpt
-from pe_lab.model.layer_shapes import layer_heads
+from pe_lab.model.shape import layer_heads
 from pe_lab.positional import Alibi, Encoding, Layer, LearnedPositions, NoPE, PartialRope, Rope
 
 FULL, SLIDING = "full_attention", "sliding_attention"

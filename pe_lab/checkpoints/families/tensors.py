@@ -21,8 +21,8 @@ from jaxtyping import Shaped
 from pe_lab.config import ModelConfig
 from pe_lab.errors import UnsupportedError
 from pe_lab.model import Model, complete
-from pe_lab.model.layer_shapes import stacks
 from pe_lab.model.learned import learned_encodings
+from pe_lab.model.shape import stacks
 from pe_lab.positional import CANONICAL, Layer, Layout, from_canonical, layer_hooks, to_canonical
 
 LAYERS = "layers."  # leaves below it have a leading axis over layers; external tensors do not
