@@ -167,7 +167,7 @@ def _observed(runtime: Runtime, checkpoint: Checkpoint, length: int, sequences: 
     if runtime.kind == "gguf":
         checkpoint, notes = observed.with_weights_of(checkpoint, runtime.file)
         near = observed.near_batch(checkpoint, length, sequences)
-        found = observed.by_llama_cpp(runtime.file, runtime.python, near)
+        found = observed.by_llama_cpp(runtime.file, runtime.python, near, checkpoint.model.vocab_size)
         return checkpoint, found._replace(notes=(*notes, *found.notes))
     gguf_file = checkpoint.path.name if checkpoint.path.is_file() else None
     directory = checkpoint.path.parent if gguf_file else checkpoint.path

@@ -13,6 +13,7 @@ from pe_lab.checkpoints.families.family import whole
 from pe_lab.checkpoints.rope_parameters import WriteOptions
 from pe_lab.config import ModelConfig
 from pe_lab.errors import CheckpointError, ConfigError, UnsupportedError, UserError
+from pe_lab.model.shape import layer_heads
 from pe_lab.positional import Layer, Layout, NoPE, PartialRope, Rope, frequencies, from_json, to_json
 
 PE_LAB_KEY = "pe_lab"  # of config.json, with pe_lab's own descriptions of the layers; transformers ignores it
@@ -107,7 +108,8 @@ def as_described(
         written = whole(described, "training_length", length)
         if len(named) != len(layers) or written < 1:
             return layers, length
-        for a, b in set(zip(named, layers, strict=True)):
+        widths = [one.head_dim for one in layer_heads(model) or [model] * len(layers)]
+        for a, b, width in set(zip(named, layers, widths, strict=True)):
             # An export writes no more than an encoding, a window and the extras of its architecture.
             if a != Layer(a.encoding, b.window, b.logit_scale, extras=a.extras) or a.extras not in ((), b.extras):
                 return layers, length
@@ -116,9 +118,7 @@ def as_described(
             if not isinstance(a.encoding, Rope | PartialRope | NoPE):
                 return layers, length
             for n in (None, 4 * length):
-                pairs = zip(
-                    frequencies(a.encoding, model.head_dim, n), frequencies(b.encoding, model.head_dim, n), strict=True
-                )
+                pairs = zip(frequencies(a.encoding, width, n), frequencies(b.encoding, width, n), strict=True)
                 if not all(np.allclose(x, y, rtol=1e-6, atol=1e-20) for x, y in pairs):
                     return layers, length
     except (UserError, KeyError, IndexError, TypeError):

@@ -64,6 +64,8 @@ WRITTEN = [
     "qwen3",
     "smollm3",
     "olmo3",
+    "gemma4",
+    "gemma4_shared",
     "glm4",
     "bloom",
 ]  # bloom: GELU in 16 bits

@@ -77,7 +77,7 @@ def test_the_text_of_a_model_with_images(tmp_path):
         (dict(use_bidirectional_attention="all"), "use_bidirectional_attention is 'all'"),
         (dict(vocab_size_per_layer_input=32), "vocab_size_per_layer_input is 32, and vocab_size 64"),
         (dict(per_layer_config={"1": {"intermediate_size": 7}}), "per_layer_config"),
-        (dict(num_kv_shared_layers=4), "num_kv_shared_layers is 4, and no other layer"),
+        (dict(num_kv_shared_layers=4), "is 4, and no other layer has layer 2's type"),
         (dict(layer_types=["full_attention"] * 4 + ["sliding_attention"]), "last of layer_types"),
     ],
 )

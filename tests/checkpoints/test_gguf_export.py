@@ -5,6 +5,8 @@ Costs 40 s.
 
 from __future__ import annotations
 
+import re
+
 import gguf
 import numpy as np
 import pytest
@@ -13,9 +15,11 @@ from checkpoints.external import DATA, NAMES, copy_of
 from pe_lab.checkpoints.checkpoint import open_source
 from pe_lab.checkpoints.families import leaf_shapes
 from pe_lab.checkpoints.gguf.export import plan_gguf, write_gguf
+from pe_lab.checkpoints.gguf.gemma4 import read_kv_heads, read_shapes
 from pe_lab.checkpoints.gguf.source import GgufSource
+from pe_lab.config import LayerShape
 from pe_lab.convert import main
-from pe_lab.errors import UserError
+from pe_lab.errors import CheckpointError, UserError
 from pe_lab.positional import (
     NTK,
     PI,
@@ -31,12 +35,43 @@ from pe_lab.positional import (
 )
 
 BASE = 500.0
-REFUSED = ("exaone4", "gemma4", "gemma4_shared", "gptj", "granite_swa", "llama_drope", "llama_dynamic", "mpt", "opt")
-REFUSED += ("phi3", "starcoder2")
+REFUSED = ("exaone4", "gptj", "granite_swa", "llama_drope", "llama_dynamic", "mpt", "opt", "phi3", "starcoder2")
 # The other models of the llama family differ in their scaling alone.
 OWN = ("llama_bias", "llama_head_dim", "llama_yarn")
 SAME = [name for name in NAMES if name.startswith("llama_") and name not in OWN]
 FOLDED = ("gemma2", "gemma3")  # have a scale of products that goes into the queries
+SHAPES = {  # of Gemma 4's metadata
+    "block_count": 3,
+    "attention": {
+        "key_length": 16, "key_length_swa": 8, "head_count_kv": [2, 1, 2], "shared_kv_layers": 0,
+        "sliding_window_pattern": [True, False, True],
+    },
+    "feed_forward_length": 32,
+    "tensors": {"without_values": [1]},
+}  # fmt: skip
+
+
+def test_shapes_of_gemma_4():
+    full = LayerShape("full", (1,), 16, 1, values_are_keys=True)
+    assert read_shapes(SHAPES) == (full,) and read_kv_heads(SHAPES) == 2
+    shared = {**SHAPES["attention"], "shared_kv_layers": 1}
+    wide = {**SHAPES, "attention": shared, "feed_forward_length": [32, 32, 64]}
+    assert read_shapes(wide) == (full, LayerShape("shared", (2,), d_ff=64, keys_of=0))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("shared_kv_layers", 3, "shared_kv_layers is 3, of 3 layers"),
+        ("shared_kv_layers", 2, "shared_kv_layers) is 2, and no other layer has layer 1's type"),
+        ("head_count_kv", [2, 1], "it must be one int, or one for each of 3 layers"),
+        ("sliding_window_pattern", [1, 0, 1], "it must be one bool, or one for each of 3 layers"),
+        ("key_length", None, "key_length is missing"),
+    ],
+)
+def test_shapes_of_gemma_4_that_cannot_be(key, value, message):
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        read_shapes({**SHAPES, "attention": {**SHAPES["attention"], key: value}})
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in (*REFUSED, *SAME)])

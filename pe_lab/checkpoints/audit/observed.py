@@ -26,6 +26,7 @@ from pe_lab.positional import Layer
 SEQUENCES = 2
 SHORTEST, LONGEST = 320, 1152  # default lengths: bfloat16 counts to 256; Gemma 3's windows have 1,024 tokens
 SCREENED = 64  # tokens of a long batch at which hypotheses are tried first
+FIRST = 32  # short sequences, for their first tokens
 ALIKE = 0.9  # cosine of a tensor and its quantized self
 
 
@@ -34,7 +35,7 @@ class Observed(NamedTuple):
 
     Attributes:
       name: of the runtime.
-      batches: the tokens and their positions, the shortest batch first.
+      batches: the tokens and their positions, the one that hypotheses are tried on first.
       logits: [B, P, V] of each batch's compared tokens.
       exact: it computes in float32 throughout.
       notes: what a person should know of them.
@@ -86,14 +87,18 @@ def by_transformers(directory: Path, python: str, batches: Sequence[Batch], gguf
     return _finite(Observed("transformers", tuple(batches), tuple(found), exact=True))
 
 
-def by_llama_cpp(file: Path, python: str, batch: Batch) -> Observed:
+def by_llama_cpp(file: Path, python: str, batch: Batch, vocab_size: int) -> Observed:
     """What llama.cpp computes from a GGUF file, with a float32 cache; it refuses positions with gaps.
 
-    It rounds the inputs of products to 16 or 8 bits where the weights have so many, and GELU to 16 bits.
+    It rounds the inputs of products to 16 or 8 bits where the weights have so many, and GELU to 16 bits; how much that
+    changes logits, more first tokens show than those of `batch`.
     """
-    passes = [(batch.tokens, batch.positions[None])]
-    (found,) = llama_cpp_logits(file, python, passes)
-    return _finite(_screened("llama.cpp", batch, found[0]))
+    tokens, at = audited_tokens(vocab_size, FIRST, 2), np.arange(2, dtype=np.int32)
+    first, found = llama_cpp_logits(file, python, [(tokens, at[None]), (batch.tokens, batch.positions[None])])
+    observed = _screened("llama.cpp", batch, found[0])
+    # Not the first, which all hypotheses are tried on: two tokens show little else.
+    batches = (observed.batches[0], Batch(tokens, at, 2), *observed.batches[1:])
+    return _finite(observed._replace(batches=batches, logits=(observed.logits[0], first[0], *observed.logits[1:])))
 
 
 def _finite(found: Observed) -> Observed:

@@ -325,7 +325,7 @@ class Search:
     """The search for the hypothesis that explains the logits of a runtime.
 
     Args:
-      runner: has the weights and the batches, the shortest one first.
+      runner: has the weights and the batches, the one that hypotheses are tried on first.
       logits: what the runtime computed of each batch.
       tolerance: what rounding may be, as in `Rounding`. None: that of float32; or what the error of the first tokens
         shows, if the runtime is not `exact`.
@@ -364,7 +364,8 @@ class Search:
     def run(self) -> Audit:
         """The verdict; hypotheses are only tried where the config does not explain the logits, and one of them may."""
         before = self.runner.passes
-        shown = self.every[-1] if self.failing is None else self.failing
+        worst = max(self.every, key=lambda batch: self.own[batch].largest)
+        shown = worst if self.failing is None else self.failing
         if self.failing is not None and not self.elsewhere:
             for stage in (lambda: self._try(self.hypotheses), self._some_layers, self._pairs):
                 stage()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pe_lab.checkpoints.families.family import (
     ATTENTION_BIAS,
@@ -86,67 +86,93 @@ def _read_shapes(config: Config) -> tuple[LayerShape, ...]:
     full = [n for n in range(count) if not windowed[n]]
     channels, heads = _of_full_layers(config, full)
     d_ff = 2 * whole(config, "intermediate_size") if config.get("use_double_wide_mlp") else 0
-    return _shapes(
-        windowed, shared, channels, heads, bool(config.get("attention_k_eq_v")), d_ff,
-        (whole(config, "head_dim", 256), whole(config, "num_key_value_heads")),
-    )  # fmt: skip
+    full = OfTypes(channels, heads, bool(config.get("attention_k_eq_v")), shared, d_ff)
+    return full.shapes(windowed, whole(config, "head_dim", 256), whole(config, "num_key_value_heads"))
 
 
-def _shapes(
-    windowed: Sequence[bool],
-    shared: int,
-    channels: int,
-    heads: int,
-    values_are_keys: bool,
-    d_ff: int,
-    of_windowed: tuple[int, int],
-) -> tuple[LayerShape, ...]:
-    """The shapes beside that of layers with a window: `channels` and `heads` without one, d_ff of the last `shared`."""
-    first, found = len(windowed) - shared, []
-    differs = values_are_keys or (channels, heads) != of_windowed
-    for name, one in ((_SHARED, True), (_SHARED_FULL, False)):
-        layers = tuple(n for n in range(first, len(windowed)) if windowed[n] == one)
-        sources = [n for n in range(first) if windowed[n] == one]
-        if layers and not sources:
-            raise CheckpointError(f"num_kv_shared_layers is {shared}, and no other layer has layer {layers[0]}'s type.")
-        if layers:
-            sizes = {} if one or not differs else {"head_dim": channels, "kv_heads": heads}
-            found.append(LayerShape(name, layers, **sizes, d_ff=d_ff, keys_of=sources[-1]))
-    full = tuple(n for n in range(first) if not windowed[n])
-    if full and differs:
-        found.insert(0, LayerShape(_FULL, full, channels, heads, values_are_keys=values_are_keys))
-    return tuple(found)
+class OfTypes(NamedTuple):
+    """The shapes of layers of Gemma 4, beside that of layers with a window.
+
+    Attributes:
+      channels, kv_heads, values_are_keys: of layers without a window.
+      shared: so many layers at the end attend to the keys of the last layer before them that is of their type.
+      d_ff: the width of their feed-forwards; 0: that of the others.
+    """
+
+    channels: int
+    kv_heads: int
+    values_are_keys: bool
+    shared: int
+    d_ff: int
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> OfTypes:
+        """Those of a model, as far as they are those of Gemma 4 (`holds_shapes`)."""
+        found = {shape.name: shape for shape in model.layer_shapes}
+        full = found.get(_FULL) or found.get(_SHARED_FULL) or LayerShape(_FULL, ())
+        shared = [found[name] for name in (_SHARED, _SHARED_FULL) if name in found]
+        return cls(
+            full.head_dim or model.head_dim,
+            full.kv_heads or model.kv_heads,
+            full.values_are_keys,
+            sum(len(shape.layers) for shape in shared),
+            max((shape.d_ff for shape in shared), default=0),
+        )
+
+    def shapes(self, windowed: Sequence[bool], head_dim: int, kv_heads: int) -> tuple[LayerShape, ...]:
+        """`model.layer_shapes`; the last two are of layers with a window."""
+        first, found = len(windowed) - self.shared, []
+        differs = self.values_are_keys or (self.channels, self.kv_heads) != (head_dim, kv_heads)
+        for name, one in ((_SHARED, True), (_SHARED_FULL, False)):
+            layers = tuple(n for n in range(first, len(windowed)) if windowed[n] == one)
+            sources = [n for n in range(first) if windowed[n] == one]
+            if layers and not sources:
+                raise CheckpointError(
+                    f"num_kv_shared_layers (in GGUF shared_kv_layers) is {self.shared}, and no other layer has layer "
+                    f"{layers[0]}'s type."
+                )
+            if layers:
+                sizes = {} if one or not differs else {"head_dim": self.channels, "kv_heads": self.kv_heads}
+                found.append(LayerShape(name, layers, **sizes, d_ff=self.d_ff, keys_of=sources[-1]))
+        full = tuple(n for n in range(first) if not windowed[n])
+        if full and differs:
+            own = LayerShape(_FULL, full, self.channels, self.kv_heads, values_are_keys=self.values_are_keys)
+            found.insert(0, own)
+        return tuple(found)
 
 
 def _write_shapes(model: ModelConfig) -> dict[str, Any]:
-    found = {shape.name: shape for shape in model.layer_shapes}
-    full = found.get(_FULL, LayerShape(_FULL, ()))
-    shared = [found[name] for name in (_SHARED, _SHARED_FULL) if name in found]
-    heads = full.kv_heads or model.kv_heads
+    types = OfTypes.of(model)
     return {
-        "global_head_dim": full.head_dim or model.head_dim,
-        "attention_k_eq_v": full.values_are_keys,
-        "num_global_key_value_heads": heads if full.values_are_keys else None,
-        "num_kv_shared_layers": sum(len(shape.layers) for shape in shared),
-        "use_double_wide_mlp": any(shape.d_ff for shape in shared),
+        "global_head_dim": types.channels,
+        "attention_k_eq_v": types.values_are_keys,
+        "num_global_key_value_heads": types.kv_heads if types.values_are_keys else None,
+        "num_kv_shared_layers": types.shared,
+        "use_double_wide_mlp": bool(types.d_ff),
         "vocab_size_per_layer_input": model.vocab_size,
         "moe_intermediate_size": None,  # without the key, llama.cpp's converter ends
     }
 
 
 def _holds(model: ModelConfig) -> list[str]:
-    keys, without = _write_shapes(model), _full_layers(model)
+    types = OfTypes.of(model)
+    reasons = [*holds_shapes(model), *one_bias(model)]
+    if types.d_ff not in (0, 2 * model.d_ff):
+        reasons.append(f"d_ff of layers that share keys is {types.d_ff:,}, not {2 * model.d_ff:,}")
+    if not types.values_are_keys and types.kv_heads != model.kv_heads:
+        reasons.append(f"layers without a window have {types.kv_heads} key heads, and values of their own")
+    return reasons
+
+
+def holds_shapes(model: ModelConfig) -> list[str]:
+    """Reasons why the layers of a model do not differ as those of Gemma 4, or its embedding."""
+    without = _full_layers(model)
     windowed = [n not in without for n in range(model.layers)]
-    d_ff = 2 * model.d_ff if keys["use_double_wide_mlp"] else 0
-    heads = keys["num_global_key_value_heads"] or model.kv_heads
-    reasons = [*embedding_is_scaled(model), *one_bias(model)]
     try:
-        expressed = _shapes(
-            windowed, keys["num_kv_shared_layers"], keys["global_head_dim"], heads, keys["attention_k_eq_v"], d_ff,
-            (model.head_dim, model.kv_heads),
-        )  # fmt: skip
+        expressed = OfTypes.of(model).shapes(windowed, model.head_dim, model.kv_heads)
     except CheckpointError:
         expressed = ()
+    reasons = embedding_is_scaled(model)
     if expressed != model.layer_shapes:
         reasons.append(f"its layers differ in shape by '{_FULL}', '{_SHARED}' and '{_SHARED_FULL}' alone, as Gemma 4's")
     return reasons
@@ -157,17 +183,22 @@ def _full_layers(model: ModelConfig) -> set[int]:
     return {n for shape in model.layer_shapes if shape.name in (_FULL, _SHARED_FULL) for n in shape.layers}
 
 
+def check_types(layers: Sequence[Layer], model: ModelConfig) -> None:
+    """`UnsupportedError` where layers with a window have the shape of those without one, or the reverse."""
+    without, shapes = {n for n, layer in enumerate(layers) if layer.window is None}, _full_layers(model)
+    if shapes and without != shapes:
+        raise UnsupportedError(
+            f"its layers without a window are those of another shape, {sorted(shapes)}, and here they are "
+            f"{sorted(without)}."
+        )
+
+
 @dataclass(frozen=True)
 class _Gemma4Positions(RotationByType):
     """The shape of a layer follows from its type, and so from its window."""
 
     def write(self, layers: Sequence[Layer], model: ModelConfig, options: WriteOptions) -> dict[str, Any]:
-        without, shapes = {n for n, layer in enumerate(layers) if layer.window is None}, _full_layers(model)
-        if shapes and without != shapes:
-            raise UnsupportedError(
-                f"its layers without a window are those of another shape, {sorted(shapes)}, and here they are "
-                f"{sorted(without)}."
-            )
+        check_types(layers, model)
         if layers[-1].window is not None:
             raise UnsupportedError("its last layer has no window.")
         keys = super().write(layers, model, options)
@@ -176,8 +207,8 @@ class _Gemma4Positions(RotationByType):
 
 
 def _tensors(model: ModelConfig) -> TensorTable:
-    shared = [n for shape in model.layer_shapes if shape.keys_of >= 0 for n in shape.layers]
-    unused = [f"model.layers.{n}.self_attn.{name}.weight" for n in shared for name in ("k_proj", "v_proj", "k_norm")]
+    names = [f"self_attn.{name}.weight" for name in ("k_proj", "v_proj", "k_norm")]
+    unused = [f"model.layers.{n}.{name}" for n in shared_layers(model) for name in names]
     return POST_NORM_TENSORS.changed(
         {
             "model.embed_tokens_per_layer": "token_embedder.layer_inputs.embedding",
@@ -188,8 +219,13 @@ def _tensors(model: ModelConfig) -> TensorTable:
             "model.layers.{n}.post_per_layer_input_norm": "layers.layer_input.post_norm.scale",
         },
         parameters={"model.layers.{n}.layer_scalar": "layers.layer_scale"},
-        ignored=(*POST_NORM_TENSORS.ignored, *unused),  # published files have them, and transformers ignores them too
+        ignored=(*POST_NORM_TENSORS.ignored, *unused),
     )
+
+
+def shared_layers(model: ModelConfig) -> list[int]:
+    """The layers that attend to other layers' keys. Published files have keys for them, which do nothing."""
+    return [n for shape in model.layer_shapes if shape.keys_of >= 0 for n in shape.layers]
 
 
 FAMILIES = (

@@ -21,8 +21,16 @@ from pe_lab.checkpoints.families.family import (
 )
 from pe_lab.checkpoints.families.formats import AlibiOnAll, LearnedTable
 from pe_lab.checkpoints.families.gemma import embedding_is_scaled
+from pe_lab.checkpoints.families.gemma4 import holds_shapes, shared_layers
 from pe_lab.checkpoints.families.granite import NO_SINK
 from pe_lab.checkpoints.families.tensors import QKV, NeutralTensor
+from pe_lab.checkpoints.gguf.gemma4 import (
+    Gemma4GgufPositions,
+    read_d_ff,
+    read_head_dim,
+    read_kv_heads,
+    read_shapes,
+)
 from pe_lab.checkpoints.gguf.positions import GgufPositions, stored
 from pe_lab.config import ModelConfig
 from pe_lab.positional.schemes import LearnedSink
@@ -73,6 +81,22 @@ def _falcon(model: ModelConfig) -> TensorTable:
     return _FUSED_QKV
 
 
+def _gemma4(model: ModelConfig) -> TensorTable:
+    unused = [f"blk.{n}.{name}.weight" for n in shared_layers(model) for name in ("attn_k", "attn_v", "attn_k_norm")]
+    return TENSORS.changed(
+        {
+            "per_layer_token_embd": "token_embedder.layer_inputs.embedding",
+            "per_layer_model_proj": "token_embedder.layer_inputs.projection",
+            "per_layer_proj_norm": "token_embedder.layer_inputs.norm.scale",
+            "blk.{n}.inp_gate": "layers.layer_input.gate",
+            "blk.{n}.proj": "layers.layer_input.projection",
+            "blk.{n}.post_norm": "layers.layer_input.post_norm.scale",
+        },
+        parameters={"blk.{n}.layer_output_scale.weight": "layers.layer_scale"},
+        ignored=tuple(unused),
+    )
+
+
 @dataclass(frozen=True)
 class Architecture(Family):
     """An architecture of llama.cpp: a family whose config is a GGUF's metadata.
@@ -105,6 +129,11 @@ def _found(config: Config, names: Sequence[str]) -> Config:
             "mlp_norm": has("blk.0.ffn_norm.weight"),
             "second_norm": has("blk.0.attn_norm_2.weight"),
             "qk_norm": has("blk.0.attn_q_norm.weight"),
+            "without_values": [
+                n
+                for n in range(whole(config, "block_count"))
+                if has(f"blk.{n}.attn_k.weight") and not has(f"blk.{n}.attn_v.weight")
+            ],
         },
     }
 
@@ -229,6 +258,27 @@ ARCHITECTURES: dict[str, Architecture] = {
             note=_TABLE,
             holds=embedding_is_scaled,
             scale=_large(62),
+        ),
+        _architecture(
+            "gemma4",
+            Gemma4GgufPositions(131_072, tables="all", windows="yes", sliding="plain_base"),
+            _gemma4,
+            {
+                "activation": "gelu_tanh", "block": "pre_post_norm", "qk_norm": "head", "value_norm": True,
+                "layer_scale": True,
+            },
+            {name: key for name, key in _RMS.items() if name not in ("d_ff", "kv_heads", "head_dim")}
+            | {
+                "logit_soft_cap": or_null("final_logit_softcapping"),
+                "per_layer_input": Key("embedding_length_per_layer_input", 0),
+            },
+            reads=_ROOT
+            | {
+                "d_ff": read_d_ff, "kv_heads": read_kv_heads, "head_dim": read_head_dim, "layer_shapes": read_shapes,
+            },
+            note=_TABLE,
+            holds=holds_shapes,
+            scale=lambda model: 1.0,
         ),
         _architecture(
             "olmo2",

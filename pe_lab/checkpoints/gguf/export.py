@@ -119,11 +119,11 @@ def _plan(
     if "attention_scale" not in chosen.keys and not math.isclose(wanted, own, rel_tol=1e-12):
         scales = tuple(scale * wanted / own for scale in scales)
     metadata = express(chosen, model, layers, options)
-    metadata["attention"]["value_length"] = model.head_dim
+    metadata["attention"].setdefault("value_length", model.head_dim)
     tables = metadata.pop(TABLES, {})
     metadata.pop(FOUND, None)
     rotated = metadata.get("rope", {}).get("dimension_count", model.head_dim)
-    layout = Layout(chosen.pairs, None if rotated == model.head_dim else rotated)
+    layout = Layout(chosen.pairs, None if rotated >= model.head_dim else rotated)
     tensors = chosen.written_tensors(model, layers)
     plan = folding(Export(chosen, metadata, layers, tensors, layout, "float32", scales), model, length)
     notes = [*plan.notes, *fixed_note(source, layers, length), *([chosen.note] if chosen.note else [])]
