@@ -44,8 +44,9 @@ pytestmark = pytest.mark.slow
 LENGTHS = (512, 3000)
 # Of the largest logit. llama.cpp multiplies up frequencies and angles in float32, which shows at 3,000 tokens.
 LIMIT = {512: 2e-5, 3000: 2e-4}
-# More, where llama.cpp reads GELU from a table of 16 bits; Gemma 4 has two of them in each layer.
-GELU, GELU_TWICE = 1e-3, 4e-3
+# More, where llama.cpp reads GELU from a table of 16 bits. Gemma 4 feels it most: with GELU in 16 bits pe_lab's own logits
+# of `gemma4_shared` differ by 5.5e-3 of the largest, at 3,000 tokens.
+GELU, GELU_OF_GEMMA_4 = 1e-3, 8e-3
 REFUSED = {
     "exaone4": "no sliding windows, except with 64 layers",
     "gptj": "unembedding_bias is True",
@@ -156,7 +157,7 @@ def test_llama_cpp_computes_what_is_written(tmp_path: Path) -> None:
         for length in (length for other, length in found if other == one):
             theirs, ours = found[one, length], wanted[one, length]
             difference, agreement = np.abs(theirs - ours).max(), (theirs.argmax(-1) == ours.argmax(-1)).mean()
-            gelu = GELU_TWICE if one.base == "gemma4_shared" else GELU
+            gelu = GELU_OF_GEMMA_4 if one.base.startswith("gemma4") else GELU
             limit = LIMIT.get(length, LIMIT[512]) + (gelu if "GELU" in notes[one] else 0)
             print(one.name, length, difference, np.abs(ours).max(), agreement)
             assert difference <= limit * np.abs(ours).max(), (one.name, length, difference, agreement)
