@@ -44,8 +44,8 @@ pytestmark = pytest.mark.slow
 LENGTHS = (512, 3000)
 # Of the largest logit. llama.cpp multiplies up frequencies and angles in float32, which shows at 3,000 tokens.
 LIMIT = {512: 2e-5, 3000: 2e-4}
-# More, where llama.cpp reads GELU from a table of 16 bits. Gemma 4 feels it most: with GELU in 16 bits pe_lab's own logits
-# of `gemma4_shared` differ by 5.5e-3 of the largest, at 3,000 tokens.
+# More, where llama.cpp reads GELU from a table of 16 bits. Gemma 4 feels it most: with GELU in 16 bits the logits of
+# `gemma4_shared` differ in pe_lab itself by 5.5e-3 of the largest, at 3,000 tokens.
 GELU, GELU_OF_GEMMA_4 = 1e-3, 8e-3
 REFUSED = {
     "exaone4": "no sliding windows, except with 64 layers",

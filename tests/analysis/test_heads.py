@@ -18,6 +18,7 @@ from pe_lab.model import Model
 from pe_lab.model import layer_pass as module
 from pe_lab.model.decoder import layer_arrays
 from pe_lab.model.layer_pass import layer_pass
+from pe_lab.model.modules import NO_INPUTS
 from pe_lab.parallel import AxisRules, make_mesh, use_mesh
 from pe_lab.positional import Layer, NoPE, Rope, build_schedule
 
@@ -302,10 +303,11 @@ def test_memory_is_linear_in_the_length(measure):
         }
         function, data = measures[measure]
         lm = dense.language_model()
-        stacked = (lm.checkpoint.params["layers"], layer_arrays(jax.tree.map(jnp.asarray, schedule)))
+        blocks, arrays = lm.checkpoint.params["layers"], layer_arrays(jax.tree.map(jnp.asarray, schedule))
+        stacked = (blocks, jnp.int32(0)), (arrays, jnp.int32(0))
         x = shape(1, length, 32, dtype=jnp.float32)
         lowered = module._layer.lower(
-            model, schedule.structure[0], function, x, stacked, {}, jnp.int32(0), None, None, data
+            model, schedule.structure[0], function, x, stacked, {}, NO_INPUTS, None, None, data
         )
         return lowered.compile().memory_analysis().temp_size_in_bytes
 

@@ -23,6 +23,7 @@ from pe_lab.language_model import LanguageModel
 from pe_lab.model import Model
 from pe_lab.model import layer_pass as module
 from pe_lab.model.decoder import layer_arrays
+from pe_lab.model.modules import NO_INPUTS
 from pe_lab.positional import Alibi, HeadEdit, Layer, NoPE, PartialRope, Rope, alibi_slopes, frequencies
 
 H, G, K, D, T, LONG = 4, 2, 4, 8, 97, 261  # neither length is a multiple of a block
@@ -224,10 +225,9 @@ def test_memory_is_linear_in_the_length():
 
     def needed(length: int) -> int:
         x = jax.ShapeDtypeStruct((1, length, D), jnp.float32)
-        stacked = (lm.checkpoint.params["layers"], layer_arrays(jax.tree.map(jnp.asarray, schedule)))
-        traced = module._layer.lower(
-            model, schedule.structure[0], measure, x, stacked, {}, jnp.int32(0), None, None, None
-        )
+        blocks, arrays = lm.checkpoint.params["layers"], layer_arrays(jax.tree.map(jnp.asarray, schedule))
+        stacked = (blocks, jnp.int32(0)), (arrays, jnp.int32(0))
+        traced = module._layer.lower(model, schedule.structure[0], measure, x, stacked, {}, NO_INPUTS, None, None, None)
         return traced.compile().memory_analysis().temp_size_in_bytes
 
     half, whole = needed(2048), needed(4096)
