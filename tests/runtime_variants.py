@@ -243,15 +243,14 @@ VARIANTS = (
     Variant("granite_swa", "several bases", (_IN_WINDOWS, Rope(1000.0))),
     Variant("stablelm_parallel", "parallel blocks, RoPE of base 10,000", (PartialRope(10000.0, 0.5),)),
     *(
-        Variant("gemma4", what, (Layer(Rope(100.0), WINDOW), encoding), length, **options)
-        for what, encoding, length, options in (
-            ("RoPE in full layers", _R, DECLARED, {}),
-            ("p-RoPE of a half", Rope(500.0, 0.5), DECLARED, {}),
-            ("p-RoPE and PI", Rope(500.0, 0.25, PI(4)), TRAINED, {}),
-            ("PI", Rope(500.0, scaling=PI(4)), TRAINED, {}),
-            ("YaRN", _yarn(), TRAINED, {}),
-            ("dropped", NoPE(), DECLARED, {}),
-            ("dropped, as a table", NoPE(), DECLARED, {"tables": True}),
+        Variant("gemma4", what, (Layer(Rope(100.0), WINDOW), encoding), length)
+        for what, encoding, length in (
+            ("RoPE in full layers", _R, DECLARED),
+            ("p-RoPE of a half", Rope(500.0, 0.5), DECLARED),
+            ("p-RoPE and PI", Rope(500.0, 0.25, PI(4)), TRAINED),
+            ("PI", Rope(500.0, scaling=PI(4)), TRAINED),
+            ("YaRN", _yarn(), TRAINED),
+            ("dropped", NoPE(), DECLARED),
         )
     ),
     Variant("gpt2", "four times as wide", prepare=_four_times_as_wide),

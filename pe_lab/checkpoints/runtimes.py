@@ -396,11 +396,6 @@ CONTENTS: tuple[Content, ...] = (
         dict.fromkeys((LLAMA_CPP, VLLM), "wrong: it does not read the factor"),
     ),
     Content(
-        "Gemma 4 with a table",
-        lambda c: _is(c, "gemma4_text") and "longrope" in (_kind(c), _kind(c, "sliding_attention")),
-        {VLLM: "does not start: it reads one head size for all layers"},
-    ),
-    Content(
         "Gemma 4, OLMo 3, Ministral 3, GraniteSWA",
         lambda c: _is(c, "gemma4_text", "olmo3", "ministral3", "granite_swa"),
         {TRANSFORMERS: "needs 5: 4.56 has no such architecture"},

@@ -18,7 +18,7 @@ from pe_lab.errors import CheckpointError, ConfigError, UnsupportedError
 from pe_lab.model import Model, complete, model_schedule
 from pe_lab.model.programs import ChunkedForward
 from pe_lab.model.shape import Repetition, check_schedule, repetitions
-from pe_lab.positional import ForgettingGate, Layer, Rope, drop
+from pe_lab.positional import ForgettingGate, Layer, PartialRope, Rope, drop
 from pe_lab.training.optimizer import make_optimizer
 from pe_lab.training.step import init_state, train_step
 
@@ -92,6 +92,15 @@ def test_an_export_needs_windows_where_the_shapes_are():
     source = HuggingFaceSource(DATA / "gemma4")
     source.layers = tuple(dataclasses.replace(layer, window=None) for layer in source.layers)
     with pytest.raises(UnsupportedError, match=r"without a window are those of another shape, \[1, 3\]"):
+        plan_export(source, "gemma4_text")
+
+
+def test_an_export_has_no_tables():
+    """transformers 5.23 ends on them where layers differ in shape."""
+    source = HuggingFaceSource(DATA / "gemma4")
+    table = PartialRope(500.0, 0.5)
+    source.layers = tuple(one if one.window else dataclasses.replace(one, encoding=table) for one in source.layers)
+    with pytest.raises(UnsupportedError, match=r"transformers fails on tables .* Nearest: p-RoPE"):
         plan_export(source, "gemma4_text")
 
 

@@ -202,6 +202,12 @@ class _Gemma4Positions(RotationByType):
         if layers[-1].window is not None:
             raise UnsupportedError("its last layer has no window.")
         keys = super().write(layers, model, options)
+        tables = [one for one in keys["rope_parameters"].values() if one["rope_type"] == "longrope"]
+        if tables and model.layer_shapes:
+            raise UnsupportedError(
+                "transformers fails on tables (longrope) where layers differ in head size. Nearest: p-RoPE, PI, a "
+                "larger base, YaRN to a whole length."
+            )
         # Those of transformers 4, which has no Gemma 4.
         return {key: value for key, value in keys.items() if key not in ("rope_theta", "rope_scaling")}
 
