@@ -86,7 +86,7 @@ SLOW_TESTS = $(PYTEST) --dist loadfile --max-worker-restart=0 -m slow
 test-slow: $(STAMP) ## the slow tests (ARGS=... goes to pytest)
 	$(SLOW_TESTS) $(ARGS)
 
-# In seconds of one worker; two workers take 0.7 of it.
+# In seconds of one worker; two workers take 0.6 to 0.7 of it.
 SLOW_BUDGET ?= 1400
 test-ci: $(STAMP) ## the slow tests of what changed, and others in rotation, as many as SLOW_BUDGET seconds hold
 	mkdir -p build

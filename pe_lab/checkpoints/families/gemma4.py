@@ -86,8 +86,8 @@ def _read_shapes(config: Config) -> tuple[LayerShape, ...]:
     full = [n for n in range(count) if not windowed[n]]
     channels, heads = _of_full_layers(config, full)
     d_ff = 2 * whole(config, "intermediate_size") if config.get("use_double_wide_mlp") else 0
-    full = OfTypes(channels, heads, bool(config.get("attention_k_eq_v")), shared, d_ff)
-    return full.shapes(windowed, whole(config, "head_dim", 256), whole(config, "num_key_value_heads"))
+    types = OfTypes(channels, heads, bool(config.get("attention_k_eq_v")), shared, d_ff)
+    return types.shapes(windowed, whole(config, "head_dim", 256), whole(config, "num_key_value_heads"))
 
 
 class OfTypes(NamedTuple):
@@ -120,7 +120,7 @@ class OfTypes(NamedTuple):
         )
 
     def shapes(self, windowed: Sequence[bool], head_dim: int, kv_heads: int) -> tuple[LayerShape, ...]:
-        """`model.layer_shapes`; the last two are of layers with a window."""
+        """`model.layer_shapes`; `head_dim` and `kv_heads` are of layers with a window."""
         first, found = len(windowed) - self.shared, []
         differs = self.values_are_keys or (self.channels, self.kv_heads) != (head_dim, kv_heads)
         for name, one in ((_SHARED, True), (_SHARED_FULL, False)):
@@ -160,7 +160,7 @@ def _holds(model: ModelConfig) -> list[str]:
     if types.d_ff not in (0, 2 * model.d_ff):
         reasons.append(f"d_ff of layers that share keys is {types.d_ff:,}, not {2 * model.d_ff:,}")
     if not types.values_are_keys and types.kv_heads != model.kv_heads:
-        reasons.append(f"layers without a window have {types.kv_heads} key heads, and values of their own")
+        reasons.append("layers without a window have as many key heads as the others, unless their values are keys")
     return reasons
 
 

@@ -83,9 +83,9 @@ class Gemma4GgufPositions(GgufPositions):
         if isinstance(scaling, LongRope) and scaling.attention_factor == 1:
             table = scaling.short_factor
             kept = table.count(1.0)
-            if kept and table == scaling.long_factor == (1.0,) * kept + table[-1:] * (len(table) - kept):
-                portion = kept / len(table) if table[-1] >= 0.99 * NO_ROTATION or kept == len(table) else 0
-                return (Rope(encoding.base, portion), length) if portion else (encoding, length)
+            still = all(divisor >= 0.99 * NO_ROTATION for divisor in table[kept:])
+            if kept and still and table == scaling.long_factor:  # p-RoPE, or RoPE
+                return Rope(encoding.base, kept / len(table)), length
         return encoding, length
 
     def write(self, layers: Sequence[Layer], model: ModelConfig, options: WriteOptions) -> dict[str, Any]:
