@@ -228,6 +228,19 @@ def fake(tmp_path):
     return make
 
 
+@pytest.mark.parametrize(("script", "library"), [(parity.SCRIPT, "torch"), (parity.LLAMA_CPP, "llama_cpp")])
+def test_libraries_in_a_parity_script_import_no_packages_of_ours(script, library, tmp_path, monkeypatch):
+    """transformers imports `gguf`; a script's own directory is searched first. Half a second each."""
+    (tmp_path / library).mkdir()
+    (tmp_path / library / "__init__.py").write_text("import gguf\nraise SystemExit(gguf.__file__)\n")
+    (tmp_path / "gguf.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    zeros = np.zeros((1, 1), np.int32)
+    with pytest.raises(CheckpointError) as raised:
+        parity.script_logits(script, sys.executable, ["--model=x"], [(zeros, zeros)], "ended")
+    assert str(raised.value) == f"ended: {tmp_path / 'gguf.py'}"
+
+
 @pytest.mark.slow
 def test_the_parity_check_passes_equal_logits(fake, tmp_path, capsys):
     for to, error in ((tmp_path / "ours", 0.0), (f"hf:{tmp_path / 'out'}", 1.5e-4)):

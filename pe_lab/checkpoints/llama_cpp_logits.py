@@ -10,6 +10,7 @@ cache and without flash attention.
 import argparse
 import ctypes
 import sys
+from pathlib import Path
 
 import numpy as np
 
@@ -44,6 +45,8 @@ def main() -> int:
     for name in ("tokens", "positions", "out"):
         parser.add_argument(f"--{name}", required=True, action="append")
     args = parser.parse_args()
+    # A library that imports `gguf` does not mean the package beside this file.
+    sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
     import llama_cpp.llama_cpp as c
 
     quiet = c.llama_log_callback(lambda kind, text, data: None)

@@ -11,6 +11,7 @@ may be repeated.
 import argparse
 import inspect
 import sys
+from pathlib import Path
 
 import numpy as np
 
@@ -22,6 +23,8 @@ def main() -> int:
         parser.add_argument(f"--{name}", required=True, action="append")
     parser.add_argument("--gguf-file")
     args = parser.parse_args()
+    # A library that imports `gguf` does not mean the package beside this file.
+    sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
     import torch
     from transformers import AutoModelForCausalLM
 
