@@ -280,6 +280,7 @@ BROKEN = {
         r"'blk.0.ffn_gate.weight' has shape \[48, 32\], and its metadata gives \[40, 32\]",
     ),
     "more layers": (saying(block_count=3), "lacks 'blk.2"),
+    "too many layers": (saying(block_count=2**31), "layers is 2147483648; it must be at most 2,048"),
     "fewer layers": (saying(block_count=1), "has 'blk.1.*which pe_lab does not know"),
     "no embedding": (lacking("token_embd.weight"), "has no tensor 'token_embd.weight'"),
     "a tensor missing": (lacking("blk.1.attn_v.weight"), "lacks 'blk.1.attn_v.weight"),

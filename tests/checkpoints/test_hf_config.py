@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from checkpoints.external import DATA, copy_of, edit_config, golden, logits
+from checkpoints.external import DATA, NAMES, copy_of, edit_config, golden, logits
 
 from pe_lab.checkpoints.checkpoint import open_checkpoint
 from pe_lab.checkpoints.families import FAMILIES
@@ -201,6 +201,15 @@ def test_what_would_be_left_out_or_guessed_is_refused(case):
     with pytest.raises(UserError, match=message) as caught:
         read_config({"model_type": "llama"} | SIZES | edits, (), "config.json")
     assert str(caught.value).startswith("config.json: ")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_number_of_layers_is_checked_before_anything_is_made_for_each(name):
+    config = json.loads((DATA / name / "config.json").read_text("utf-8"))
+    config.pop("layer_types", None)
+    config[FAMILIES[config["model_type"]].keys["layers"].name] = 2**31
+    with pytest.raises(UserError, match="model.layers is 2147483648; it must be at most 2,048"):
+        read_config(config, (), "config.json")
 
 
 @pytest.mark.parametrize(

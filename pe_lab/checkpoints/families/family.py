@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from pe_lab.checkpoints.families.tensors import Tensor, TensorTable
 from pe_lab.checkpoints.rope_parameters import WriteOptions
-from pe_lab.config import ModelConfig
+from pe_lab.config import ModelConfig, check_bounds
 from pe_lab.errors import CheckpointError, UnsupportedError
 from pe_lab.model import complete
 from pe_lab.positional import Layer
@@ -209,6 +209,7 @@ class Family:
         kinds = {one.name: type(one.default) for one in fields(ModelConfig)}
         for name, key in self.keys.items():
             found[name] = self._value(config, key, kinds[name])
+        check_bounds(ModelConfig(**found), "model")  # before the functions make a list of so many layers
         found |= {name: read(config) for name, read in self.reads.items()}
         found["activation"] = self._read_activation(config)
         return complete(ModelConfig(**found))

@@ -6,6 +6,7 @@ the architecture's name before each key, are the config of a family (`families.F
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -112,11 +113,16 @@ class Architecture(Family):
     note: str = ""
 
 
+_KEYS = re.compile(r"blk\.(\d{1,9})\.attn_k\.weight")
+
+
 def _found(config: Config, names: Sequence[str]) -> Config:
     """The metadata and what the names of tensors tell."""
 
+    present = frozenset(names)
+
     def has(*tensors: str) -> bool:
-        return any(tensor in names for tensor in tensors)
+        return not present.isdisjoint(tensors)
 
     return {
         "vocab_size": None,
@@ -130,9 +136,9 @@ def _found(config: Config, names: Sequence[str]) -> Config:
             "second_norm": has("blk.0.attn_norm_2.weight"),
             "qk_norm": has("blk.0.attn_q_norm.weight"),
             "without_values": [
-                n
-                for n in range(whole(config, "block_count"))
-                if has(f"blk.{n}.attn_k.weight") and not has(f"blk.{n}.attn_v.weight")
+                int(found[1])
+                for found in map(_KEYS.fullmatch, names)
+                if found and not has(f"blk.{found[1]}.attn_v.weight")
             ],
         },
     }
