@@ -49,14 +49,14 @@ SUITE = Echoes()
 
 @pytest.fixture(autouse=True)
 def own(monkeypatch):
-    """Suites that a test loads are gone after it."""
+    """Suites that a test loads are gone after it, and those that other tests have loaded are there again."""
     monkeypatch.setattr(targets, "mesh_for", lambda path: None)
-    monkeypatch.setattr(suites, "SUITES", before := suites.SUITES)
-    known = dict(before)
+    known = dict(suites.SUITES)
+    modules = {name: module for name, module in sys.modules.items() if name.startswith("pe_lab_suite_")}
     yield
-    for name in set(before) - set(known):
-        del before[name]
-    for name in [name for name in sys.modules if name.startswith("pe_lab_suite_")]:
+    for name in set(suites.SUITES) - set(known):
+        del suites.SUITES[name]
+    for name in [name for name in sys.modules if name.startswith("pe_lab_suite_") and name not in modules]:
         del sys.modules[name]
 
 
