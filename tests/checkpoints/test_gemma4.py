@@ -96,7 +96,7 @@ def test_an_export_needs_windows_where_the_shapes_are():
 
 
 def test_an_export_has_no_tables():
-    """transformers 5.23 ends on them where layers differ in shape."""
+    """transformers 5.23 fails on them where layers differ in head size."""
     source = HuggingFaceSource(DATA / "gemma4")
     table = PartialRope(500.0, 0.5)
     source.layers = tuple(one if one.window else dataclasses.replace(one, encoding=table) for one in source.layers)

@@ -209,7 +209,8 @@ class Family:
         kinds = {one.name: type(one.default) for one in fields(ModelConfig)}
         for name, key in self.keys.items():
             found[name] = self._value(config, key, kinds[name])
-        check_bounds(ModelConfig(**found), "model")  # before the functions make a list of so many layers
+        # First: the functions below make lists with an entry for each layer, as many as a damaged file says.
+        check_bounds(ModelConfig(**found), "model")
         found |= {name: read(config) for name, read in self.reads.items()}
         found["activation"] = self._read_activation(config)
         return complete(ModelConfig(**found))

@@ -83,8 +83,8 @@ class Gemma4GgufPositions(GgufPositions):
         if isinstance(scaling, LongRope) and scaling.attention_factor == 1:
             table = scaling.short_factor
             kept = table.count(1.0)
-            still = all(divisor >= 0.99 * NO_ROTATION for divisor in table[kept:])
-            if kept and still and table == scaling.long_factor:  # p-RoPE, or RoPE
+            unrotated = all(divisor >= 0.99 * NO_ROTATION for divisor in table[kept:])
+            if kept and unrotated and table == scaling.long_factor:  # p-RoPE, or RoPE
                 return Rope(encoding.base, kept / len(table)), length
         return encoding, length
 
