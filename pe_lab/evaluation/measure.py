@@ -101,6 +101,8 @@ class Evaluation:
 
     Attributes:
       lengths, seed: of the plan.
+      devices, directory: as given.
+      out: the console, which prints nothing where it is quiet.
       mixture: the opened data.
       text_sources: the numbers of its sources that hold out text.
       files: the records by suite.
@@ -127,8 +129,8 @@ class Evaluation:
     ):
         self.subjects = [s for n, s in enumerate(subjects) if s.id not in {before.id for before in subjects[:n]}]
         self.plan, self.data, self.lengths, self.seed = plan, data, plan.lengths, plan.seed
-        self._devices, self._mesh, self._attention, self._directory = devices, mesh, attention, directory
-        self._out = console(quiet)
+        self.devices, self._mesh, self._attention, self.directory = devices, mesh, attention, directory
+        self.out = console(quiet)
         self._opened: dict[Any, Any] = {} if opened is None else opened
         self._known: dict[Any, Any] = {}  # results by what they depend on
         self._settings: dict[str, Any] = {}
@@ -159,13 +161,13 @@ class Evaluation:
 
     def run(self) -> list[Record]:
         """The records of the plan, in its order; those that do not exist yet are measured."""
-        out = self._out
+        out = self.out
         for sentence in self.skipped:
             out.print(sentence)
         models = ", ".join(dict.fromkeys(f"{s.model} ({s.path})" for s in self.subjects))
         out.print(f"{len(self.units)} measurements of {models}")
         records, finished = [], 0
-        planned = announced(self._directory, list(map(self._name, self.units)))
+        planned = announced(self.directory, list(map(self._name, self.units)))
         with planned, TokenProgress("compiling", sum(map(self.cost, self.units)), out) as progress:
             for unit in self.units:
                 name = f"{unit.suite.name} {unit.length:,} {unit.variant.label}"
@@ -185,7 +187,7 @@ class Evaluation:
             out.print(sentence)
         if progress.read:
             out.print(progress.speed())
-        out.print(f"Records: {self._directory}")
+        out.print(f"Records: {self.directory}")
         return records
 
     # --------------------------------------------------------------------------------------------------------
@@ -236,7 +238,7 @@ class Evaluation:
             named = {} if self._attention is None else {"attention": self._attention}
             config = complete(dataclasses.replace(shape, **named))
             tensor = tensor_shards(variant.subject.lm.mesh)
-            self.forwards[shape, slopes] = Forward(config, slopes, self._devices, tensor=tensor, mesh=self._mesh)
+            self.forwards[shape, slopes] = Forward(config, slopes, self.devices, tensor=tensor, mesh=self._mesh)
         return self.forwards[shape, slopes]
 
     def _params(self, variant: Variant) -> Any:

@@ -15,6 +15,7 @@ from pe_lab.evaluation.suites import (
     documents,
     lm_eval,
     logit_scale,
+    long_range,
     longbench,
     many_shot,
     needles,
@@ -26,7 +27,7 @@ from pe_lab.storage import at_home
 
 SUITES: dict[str, Suite] = {
     module.SUITE.name: module.SUITE
-    for module in (perplexity, needles, logit_scale, documents, niah, ruler, longbench, many_shot, lm_eval)
+    for module in (perplexity, needles, logit_scale, long_range, documents, niah, ruler, longbench, many_shot, lm_eval)
 }
 AVERAGED = {name: suite.average_of for name, suite in SUITES.items() if suite.average_of is not None}
 _OWN = re.compile(r"(.+\.py):(\w+)(?::(.*))?")  # FILE.py:SUITE, or FILE.py:SUITE:TASK
