@@ -43,6 +43,11 @@ def parser() -> argparse.ArgumentParser:
         "call it NAME, by default the encoding or layer ranges (rope 0; nope 1); repeatable",
     )
     add(
+        "--fit-scale",
+        action="store_true",
+        help="give each --positional the logit scale that fits other held-out text best, at each length (suite beta)",
+    )
+    add(
         "--seed",
         type=any_seed,
         help="which held-out needles (default 0), which prompts (default 42; lm_eval has its own)",

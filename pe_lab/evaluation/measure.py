@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Int
+from jaxtyping import Bool, Float, Int
 
 from pe_lab.config import DataConfig
 from pe_lab.data.mixture import open_mixture
@@ -34,6 +34,7 @@ from pe_lab.terminal import console
 if TYPE_CHECKING:
     from pe_lab.evaluation.session import EvaluationSession
 
+Scores = Callable[[Any, Any, Any], tuple[Any, Any]]
 Forwards = dict[Any, Forward]  # compiled forward passes by shape
 
 
@@ -49,6 +50,7 @@ class EvaluationPlan:
       options: of the suites, by name.
       seed: of what suites draw.
       again: whether existing records are measured again.
+      fit_scale: whether descriptions have the logit scale that fits other held-out text best, at each length.
     """
 
     lengths: tuple[int, ...]
@@ -58,6 +60,7 @@ class EvaluationPlan:
     options: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     again: bool = False
+    fit_scale: bool = False
 
     def variants_for(self, subject: Subject) -> tuple[str, ...]:
         """The variants that are asked for, of those that are possible for a checkpoint.
@@ -144,7 +147,7 @@ class Evaluation:
         self.reused: list[MeasurementUnit] = []
         self.suites, self.variant_names = self._possible()
         # Suites that fit a variant come before those that measure it.
-        fitting = [s for s in SUITES.values() if isinstance(s, TokenSuite) and s.fits in self.variant_names]
+        fitting = [s for s in SUITES.values() if isinstance(s, TokenSuite) and self._fits(s, self.variant_names)]
         self._needed = [*fitting, *(suite for suite in self.suites if suite not in fitting)]
         self.files = {suite.name: RecordFile(directory / f"{suite.name}.jsonl") for suite in self._needed}
         self.variants = [variant for subject in self.subjects for variant in self._variants_of(subject)]
@@ -230,6 +233,21 @@ class Evaluation:
 
         return predict
 
+    def scores(self, variant: Variant, layers: Sequence[Layer]) -> Scores:
+        """A function from tokens [n, T], positions [n, Q] and targets after these [n, Q] to two arrays [n, Q].
+
+        They are the log-probabilities of the targets, nats, and whether each is the likeliest token.
+        """
+        forward, params = self._forward(variant), self._params(variant)
+
+        def score(
+            tokens: Int[np.ndarray, "n T"], at: Int[np.ndarray, "n Q"], targets: Int[np.ndarray, "n Q"]
+        ) -> tuple[Float[np.ndarray, "n Q"], Bool[np.ndarray, "n Q"]]:
+            found = list(forward.scores(params, tokens, at, targets, layers))
+            return np.concatenate([one for one, _ in found]), np.concatenate([one for _, one in found])
+
+        return score
+
     def _forward(self, variant: Variant) -> Forward:
         alike = [other for other in self.variants if (other.described is None) == (variant.described is None)]
         slopes = any(isinstance(layer.encoding, Alibi) for other in alike for layer in other.layers)
@@ -260,33 +278,42 @@ class Evaluation:
         chosen = [s for s in scored if s in asked and (plan.suites is not None or s.by_default)]
         fitting = {s.fits: s for s in scored if s.fits is not None}
         wanted = {variant for subject in self.subjects for variant in plan.variants_for(subject)}
-        needed = [*chosen, *(s for s in fitting.values() if s.fits in wanted)]
+        needed = [*chosen, *(s for s in fitting.values() if self._fits(s, wanted))]
         reasons = {s: s.impossible(self) for s in dict.fromkeys(needed)}
         for suite in chosen if plan.suites is not None else ():
             if reasons[suite]:
                 raise ConfigError(f"--suite={suite.name} cannot be measured for this run: {reasons[suite]}.")
         for variant, suite in fitting.items():
-            if reasons.get(suite) and variant in (plan.variants or ()):
-                raise ConfigError(f"--variants={variant} cannot be measured for this run: {reasons[suite]}.")
+            asked_for = "--fit-scale" if self._fits(suite, ()) else f"--variants={variant}"
+            if reasons.get(suite) and (variant in (plan.variants or ()) or self._fits(suite, ())):
+                raise ConfigError(f"{asked_for} cannot be measured for this run: {reasons[suite]}.")
         possible = [s for s in chosen if not reasons[s]]
         if not possible:
             raise ConfigError(f"Nothing can be measured for this run: {'; '.join(filter(None, reasons.values()))}.")
         for suite, reason in reasons.items():
-            if reason and (suite.fits in wanted if suite.fits else suite in chosen):
+            if reason and (self._fits(suite, wanted) if suite.fits else suite in chosen):
                 self.skipped.append(f"{suite.name} left out: {reason}.")
         check_variants(plan.variants or (), self.subjects)
         names = tuple(v for v in VARIANTS if v in wanted and not (v in fitting and reasons[fitting[v]]))
-        for suite in [s for s in possible if s.fits is not None and s.fits not in names]:
+        for suite in [s for s in possible if s.fits is not None and not self._fits(s, names)]:
             if plan.suites is not None:
                 raise ConfigError(
-                    f"--suite={suite.name} fits the variant {suite.fits}: leave --variants out, or name it there."
+                    f"--suite={suite.name} fits the variant {suite.fits}: leave --variants out, or name it there. With "
+                    "--positional and --fit-scale it fits these encodings."
                 )
             possible.remove(suite)
         return possible, names
 
+    def _fits(self, suite: TokenSuite, names: Collection[str]) -> bool:
+        """Whether a suite fits a number of one of these variants, or of the descriptions."""
+        described = self.plan.fit_scale and bool(self.plan.descriptions)
+        return suite.fits is not None and (suite.fits in names or described)
+
     def _variants_of(self, subject: Subject) -> list[Variant]:
         names = [name for name in self.plan.variants_for(subject) if name in self.variant_names]
-        return variants_of(subject, names, self.plan.descriptions, functools.partial(self._beta, subject))
+        return variants_of(
+            subject, names, self.plan.descriptions, lambda one: functools.partial(self._beta, one), self.plan.fit_scale
+        )
 
     def _units(self) -> Iterator[MeasurementUnit]:
         """The records to measure."""
@@ -344,16 +371,15 @@ class Evaluation:
         if unit.variant.name == "paper beta" and coefficient != PAPER_COEFFICIENT:
             given["coefficient"] = coefficient
         for fitting in self._needed if unit.suite.fits is None else ():
-            if fitting.fits == unit.variant.name:
+            if fitting.fits is not None and unit.variant.fitted:
                 given["fit"] = fitting.identity(self, dataclasses.replace(unit, suite=fitting, source=None))
         return given | unit.suite.identity(self, unit)
 
-    def _beta(self, subject: Subject, length: int) -> float:
+    def _beta(self, variant: Variant, length: int) -> float:
         """The fitted scale for sequences of `length` tokens, fitted first if needed; 1 up to the training length."""
-        if length <= subject.training_length:
+        if length <= variant.training_length:
             return 1.0
         fitting = next(suite for suite in self._needed if suite.fits is not None)
-        variant = next(v for v in self.variants if v.subject is subject and v.name == fitting.fits)
         return float(self._record(MeasurementUnit(fitting, variant, length, None))[0][fitting.metrics[0].key])
 
 
@@ -367,10 +393,11 @@ def open_evaluation(chosen: Mapping[TokenSuite, Sequence[str]], session: Evaluat
         )
     if plan.suites is not None:
         plan = dataclasses.replace(plan, suites=tuple(suite.name for suite in chosen))
-        if plan.descriptions and (fitting := next((suite for suite in chosen if suite.fits is not None), None)):
+        fitting = next((suite for suite in chosen if suite.fits is not None), None)
+        if plan.descriptions and fitting and not plan.fit_scale:
             raise ConfigError(
                 f"--suite={fitting.name} fits the scale of a checkpoint's own encoding, and --positional gives "
-                "another. Make that a child first (python -m pe_lab.surgery), or leave --positional out."
+                "another. Add --fit-scale to fit it for that one, or leave --positional out."
             )
     arguments = session.arguments
     return Evaluation(

@@ -21,7 +21,7 @@ from pe_lab.evaluation.suites import SUITES, check_options, parse_suites
 from pe_lab.evaluation.suites.lm_eval import HarnessSuite
 from pe_lab.evaluation.targets import EvaluationTarget, load_subjects
 from pe_lab.evaluation.variants import ALL, Subject, Variant, all_variants
-from pe_lab.results.records import Record
+from pe_lab.results.records import Record, RecordFile
 from pe_lab.results.variants import VARIANTS
 from pe_lab.storage import AnyPath
 from pe_lab.terminal import console
@@ -105,6 +105,7 @@ class EvaluationSession:
         late = scored and (
             self.arguments.variants == ALL
             or any(suite.fits for suite in scored)
+            or self.arguments.fit_scale
             or bool(fitted & {*(self.plan.variants or ())})
         )
         ordered = sorted(runners.items(), key=lambda item: not any(isinstance(s, TokenSuite) for s in item[1]))
@@ -142,6 +143,7 @@ class EvaluationSession:
             suites=None if default else suites,
             variants=names,
             descriptions=tuple(arguments.positional),
+            fit_scale=arguments.fit_scale,
             options={**config.options, **given_options(arguments, SUITES.values())},
             seed=config.seed if arguments.seed is None else arguments.seed,
             again=arguments.again,
@@ -175,7 +177,8 @@ class EvaluationSession:
             fitted = any(read_logit_scale(subject.checkpoint) for subject in self.subjects)
             meant = {name for subject in self.subjects for name in subject.default_variants}
             names = tuple(name for name in VARIANTS if name in meant and (fitted or name != "beta"))
-        return all_variants(self.subjects, names, self.arguments.positional, self.arguments.attention)
+        fits = RecordFile(self.out / "beta.jsonl").records if self.arguments.fit_scale else None
+        return all_variants(self.subjects, names, self.arguments.positional, self.arguments.attention, fits)
 
 
 def _read(config: dict[str, object], subject: Subject) -> Config:

@@ -14,13 +14,13 @@ from pe_lab.checkpoints.checkpoint import Checkpoint, how_to_fit, read_logit_sca
 from pe_lab.errors import ConfigError
 from pe_lab.evaluation.command_line import as_flag
 from pe_lab.language_model import LanguageModel
-from pe_lab.positional import NTK, PI, DynamicYarn, Layer, NoPE, PartialRope, Rope, Yarn, drop, family, to_json
+from pe_lab.positional import NTK, PI, Beta, DynamicYarn, Layer, NoPE, PartialRope, Rope, Yarn, drop, family, to_json
 from pe_lab.positional import label as layer_label
 from pe_lab.positional import read_with as parse_layers
 from pe_lab.positional.codec import label_layers, ranges
 from pe_lab.positional.encodings import ENCODINGS
 from pe_lab.positional.scalings import SCALINGS
-from pe_lab.results.records import digest
+from pe_lab.results.records import Record, digest
 from pe_lab.results.variants import EXTERNAL, PAPER_COEFFICIENT, PAPER_COEFFICIENT_EXTERNAL, VARIANTS, label, paper_beta
 from pe_lab.results.variants import SCALINGS as SCALED_VARIANTS
 
@@ -94,7 +94,8 @@ class Variant:
       name: of `VARIANTS`, or the description; records hold it under the key `variant`.
       label: its name in tables.
       described: the layers of a description, the same at every length; None of a variant of `VARIANTS`.
-      beta_at: length in tokens -> the logit scale of the variants `beta` and `paper beta`.
+      beta_at: length in tokens -> the logit scale of the variants `beta` and `paper beta`, and of a fitted description.
+      fitted: whether that scale is fitted on text, beyond the training length.
     """
 
     subject: Subject
@@ -102,6 +103,7 @@ class Variant:
     label: str
     described: tuple[Layer, ...] | None = None
     beta_at: Callable[[int], float] = unscaled
+    fitted: bool = False
 
     @property
     def lm(self) -> LanguageModel:
@@ -124,12 +126,12 @@ class Variant:
     def layers_at(self, length: int) -> tuple[Layer, ...]:
         """The layers for sequences of `length` tokens."""
         if self.described is not None:
-            return self.described
+            return self.layers_with_beta(length, self.beta_at(length))
         return layers_under(self.name, self.layers, length, self.training_length, self.beta_at(length))
 
     def layers_with_beta(self, length: int, beta: float) -> tuple[Layer, ...]:
-        """The checkpoint's layers at `length` tokens with a logit scale."""
-        return layers_under("beta", self.subject.checkpoint.layers, length, self.training_length, beta)
+        """The layers of the description, or else the checkpoint's, at `length` tokens with a logit scale."""
+        return self.layers if beta == 1 else scaled_logits(self.layers, length, beta)
 
     def at(self, length: int) -> LanguageModel:
         """The model for sequences of `length` tokens."""
@@ -172,13 +174,18 @@ class Variant:
 
 
 def variants_of(
-    subject: Subject, names: Sequence[str], descriptions: Sequence[str], beta_at: Callable[[int], float] | None
+    subject: Subject,
+    names: Sequence[str],
+    descriptions: Sequence[str],
+    fitted_scale: Callable[[Variant], Callable[[int], float] | None],
+    fit_scale: bool = False,
 ) -> list[Variant]:
     """The variants of a checkpoint: those of the names that are possible for it, then the descriptions.
 
     Args:
       descriptions: encodings as `--positional` takes them: `[NAME:]ENCODING`.
-      beta_at: the fitted logit scale by length, for the variant `beta`; None: none was fitted.
+      fitted_scale: a variant -> its fitted logit scale by length; None: none was fitted.
+      fit_scale: whether descriptions have a fitted scale.
 
     Raises:
       ConfigError: no scale was fitted for `beta`, or a description that is impossible for the model.
@@ -190,11 +197,26 @@ def variants_of(
 
     found = []
     for name in (name for name in names if name in subject.variants):
-        if name == "beta" and beta_at is None:
-            raise ConfigError(f"--variants=beta: {how_to_fit(subject.checkpoint)} Or name paper-beta.")
-        scale = {"beta": beta_at, "paper beta": paper_beta_at}.get(name) or unscaled
-        found.append(Variant(subject, name, label(subject.model, name, coefficient), beta_at=scale))
-    return found + [parse_description(subject, text) for text in descriptions]
+        scale = {"paper beta": paper_beta_at}.get(name, unscaled)
+        found.append(
+            Variant(subject, name, label(subject.model, name, coefficient), beta_at=scale, fitted=name == "beta")
+        )
+    for described in (parse_description(subject, text) for text in descriptions):
+        name, shown = f"{described.name} + beta", f"{described.label}, β fitted"
+        found.append(dataclasses.replace(described, name=name, label=shown, fitted=True) if fit_scale else described)
+    return [_with_scale(variant, fitted_scale) if variant.fitted else variant for variant in found]
+
+
+def _with_scale(variant: Variant, fitted_scale: Callable[[Variant], Callable[[int], float] | None]) -> Variant:
+    beta_at = fitted_scale(variant)
+    if beta_at is None and variant.described is None:
+        raise ConfigError(f"--variants=beta: {how_to_fit(variant.subject.checkpoint)} Or name paper-beta.")
+    if beta_at is None:
+        raise ConfigError(
+            f"--fit-scale: no logit scale was fitted for {variant.label!r} yet. Name a suite that fits one with it: "
+            "--suite=beta,..."
+        )
+    return dataclasses.replace(variant, beta_at=beta_at)
 
 
 def all_variants(
@@ -202,12 +224,14 @@ def all_variants(
     names: Sequence[str] | None,
     descriptions: Sequence[str],
     attention: str | None = None,
+    fits: Sequence[Record] | None = None,
 ) -> list[Variant]:
     """The variants of several checkpoints, for suites that generate; see `variants_of`.
 
     Args:
       names: None: as trained; none where there are descriptions.
       attention: the implementation of attention, instead of the checkpoints' own.
+      fits: records of the suite `beta`, which give descriptions their fitted scale; None: descriptions have none.
 
     Raises:
       ConfigError: a variant is possible for none of the checkpoints.
@@ -217,14 +241,31 @@ def all_variants(
     chosen = names if names is not None else () if descriptions else VARIANTS[:1]
     found = []
     scales = [read_logit_scale(subject.checkpoint) for subject in subjects]
+
+    def fitted_scale(variant: Variant) -> Callable[[int], float] | None:
+        if variant.described is not None:
+            return recorded_scale(variant, fits or ())
+        own = read_logit_scale(variant.subject.checkpoint)
+        return None if own is None else own.at
+
     for subject, scale in zip(subjects, scales, strict=True):
         if attention is not None:
             subject = dataclasses.replace(subject, lm=subject.lm.with_attention(attention))
         # An evaluation of a whole run fits the scale of the dropped model only, and that is then the one meant.
         unfitted = scale is None and any(scales) and "beta" not in subject.default_variants
         named = [name for name in chosen if not (name == "beta" and unfitted)]
-        found += variants_of(subject, named, descriptions, None if scale is None else scale.at)
+        found += variants_of(subject, named, descriptions, fitted_scale, fits is not None)
     return found
+
+
+def recorded_scale(variant: Variant, fits: Sequence[Record]) -> Callable[[int], float] | None:
+    """The logit scale that records of the suite `beta` give a variant: of a length that was fitted, or by their law."""
+    mine = [one for one in fits if one.get("checkpoint_id") == variant.subject.id and one["variant"] == variant.name]
+    if not mine:
+        return None
+    fitted = {int(one["length"]): float(one["beta"]) for one in mine}
+    law = Beta(float(mine[0]["c_all_lengths"]), variant.training_length)
+    return lambda length: fitted.get(length, law.at(length))
 
 
 def check_variants(names: Sequence[str], subjects: Sequence[Subject]) -> None:
@@ -327,7 +368,7 @@ def layers_under(
     if factor <= 1 or variant in ("as trained", "cropped"):
         return tuple(layers)
     if variant in ("beta", "paper beta"):
-        return tuple(dataclasses.replace(layer, logit_scale=layer.scale_at(length) * beta) for layer in layers)
+        return scaled_logits(layers, length, beta)
     scaling = {"PI": PI(factor), "NTK": NTK(factor), "YaRN": Yarn(factor, training_length)}[variant]
     return tuple(
         dataclasses.replace(layer, encoding=dataclasses.replace(layer.encoding, scaling=scaling))
@@ -335,6 +376,11 @@ def layers_under(
         else layer
         for layer in layers
     )
+
+
+def scaled_logits(layers: Sequence[Layer], length: int, beta: float) -> tuple[Layer, ...]:
+    """The layers for sequences of `length` tokens with their attention logits multiplied by `beta`."""
+    return tuple(dataclasses.replace(layer, logit_scale=layer.scale_at(length) * beta) for layer in layers)
 
 
 def _scaling_name(scaling: Any) -> str:

@@ -11,7 +11,7 @@ from pe_lab.errors import UserError
 from pe_lab.evaluation.command_line import parse_lengths
 from pe_lab.evaluation.measure import Evaluation, EvaluationPlan
 from pe_lab.evaluation.suites import perplexity as pp
-from pe_lab.evaluation.variants import Subject
+from pe_lab.evaluation.variants import Subject, all_variants
 from pe_lab.positional import Alibi, NoPE, Rope
 from pe_lab.results.records import RecordFile
 
@@ -130,6 +130,36 @@ def test_beta_is_fitted_on_text_that_is_not_scored(whole):
         for suite in ("perplexity", "needles"):
             used = pick(rows, suite, variant="beta", length=row["length"])
             assert [r["beta"] for r in used] == [row["beta"]]
+
+
+def test_descriptions_get_a_scale_of_their_own(data, tmp_path):
+    """Each is fitted and measured as by hand, beyond the training length alone; 4 s."""
+    described = ("yarn:factor=2", "bare:nope")
+    plan = dict(suites=("perplexity",), descriptions=described, lengths=(16, 32), fit_scale=True)
+    done = evaluation(data, tmp_path, subjects(data)[:1], **plan)
+    rows = done.run()
+    assert [row["label"] for row in rows[::2]] == ["RoPE with yarn:factor=2, β fitted", "RoPE with bare, β fitted"]
+    fits = {fit["variant"]: fit for fit in done.files["beta"].records}
+    assert set(fits) == {"yarn:factor=2 + beta", "nope + beta"}
+    for row in rows:
+        fit = fits[row["variant"]]
+        assert row["beta"] == (fit["beta"] if row["length"] == 32 else 1)
+        assert fit["nll_after"] < fit["nll_before"] and fit["length"] == 32
+    by_hand = f"nope/logit_scale={fits['nope + beta']['beta']}"
+    (row,) = pick(
+        evaluation(
+            data, tmp_path, subjects(data)[:1], suites=("perplexity",), descriptions=(by_hand,), lengths=(16, 32)
+        ).run(),
+        "perplexity",
+        length=32,
+    )
+    assert row["nll"] == pytest.approx(pick(rows, "perplexity", variant="nope + beta", length=32)[0]["nll"], abs=1e-5)
+    (variant,) = all_variants(done.subjects, (), described[:1], None, done.files["beta"].records)
+    fit = fits["yarn:factor=2 + beta"]
+    assert variant.beta_at(32) == fit["beta"] and variant.beta_at(16) == 1
+    assert variant.beta_at(64) == pytest.approx(1 + fit["c_all_lengths"] * math.log(4), abs=1e-4)
+    with pytest.raises(UserError, match="--fit-scale: no logit scale was fitted for .* yet"):
+        all_variants(done.subjects, (), described[:1], None, [])
 
 
 @pytest.mark.slow

@@ -130,7 +130,7 @@ def test_the_papers_scale_follows_the_lineage(lineage, coefficient):
     dropped = Subject(
         tiny.language_model(tiny.checkpoint(NoPE(), lineage=lineage)), "tiny", "recalibrate/checkpoints/3"
     )
-    (variant,) = variants_of(dropped, ["paper beta"], [], None)
+    (variant,) = variants_of(dropped, ["paper beta"], [], lambda variant: None)
     assert variant.label == f"DroPE, paper's β (c = {coefficient})" and variant.name == "paper beta"
     (scale,) = {layer.logit_scale for layer in variant.layers_at(4 * tiny.LENGTH)}
     assert scale == pytest.approx(1 + coefficient * np.log(4))

@@ -74,7 +74,7 @@ def common_coefficient(betas: Sequence[float], factors: Sequence[float]) -> floa
 
 
 class LogitScale(TokenSuite):
-    """The logit scale of the variant `beta`, fitted at each length beyond the training length."""
+    """The logit scale of the variant `beta`, or of a description, fitted at each length beyond the training length."""
 
     name = fits = "beta"
     title = "Beta"
@@ -89,7 +89,7 @@ class LogitScale(TokenSuite):
     settings = HeldOutSettings
 
     def impossible(self, evaluation: Evaluation) -> str:
-        scaled = [s for s in evaluation.subjects if self.fits in s.variants]
+        scaled = [s for s in evaluation.subjects if self.fits in s.variants or evaluation.plan.fit_scale]
         if not scaled:
             return (
                 "a logit scale is fitted for layers that rotate or have no encoding, are not scaled, and have no logit "
@@ -115,7 +115,7 @@ class LogitScale(TokenSuite):
         return [None]
 
     def covers(self, unit: MeasurementUnit) -> bool:
-        return unit.variant.name == self.fits and unit.length > unit.variant.training_length
+        return unit.variant.fitted and unit.length > unit.variant.training_length
 
     def check(self, evaluation: Evaluation) -> list[str]:
         return missing_tokens(evaluation)
@@ -138,7 +138,8 @@ class LogitScale(TokenSuite):
             means = [np.average(losses(batch), weights=batch["weights"]) for batch in batches]
             return float(np.average(means, weights=shares))
 
-        fit = evaluation.remember(("fit", subject.id, length), lambda: fit_beta(loss, unit.factor))
+        key = ("fit", subject.id, variant.layers, length)
+        fit = evaluation.remember(key, lambda: fit_beta(loss, unit.factor))
         tokens = sum(len(text.fit) * (text.tile // length) * length for text in texts)
         names = ", ".join(text.source for text in texts)
         return {
@@ -152,20 +153,25 @@ class LogitScale(TokenSuite):
         }
 
     def finish(self, evaluation: Evaluation) -> None:
-        """Adds the c that fits the scales of all lengths best to their records, and keeps it with the checkpoint."""
+        """Adds the c that fits the scales of all lengths best to their records.
+
+        That of the checkpoint's own encoding is kept with the checkpoint.
+        """
         from pe_lab.checkpoints.checkpoint import write_logit_scale  # which imports JAX
         from pe_lab.parallel import on_first
 
         file = evaluation.files[self.name]
         data = [evaluation.fingerprint(source) for source in evaluation.text_sources]
-        for subject in evaluation.subjects:
+        for variant in (variant for variant in evaluation.variants if variant.fitted):
+            subject = variant.subject
             # Scales that were fitted on other text do not count.
             mine = [one for one in file.records if one.get("checkpoint_id") == subject.id]
+            mine = [one for one in mine if one.get("variant") == variant.name]
             mine = [one for one in mine if (one.get("settings") or {}).get("data") == data and one.get("beta")]
             c = common_coefficient([float(one["beta"]) for one in mine], [float(one["factor"]) for one in mine])
             if mine:
                 file.put([{**one, "c_all_lengths": c} for one in mine])
-            if c is not None:
+            if c is not None and variant.described is None:
                 fitted = {int(one["length"]): float(one["beta"]) for one in mine}
                 on = str(mine[0]["fitted_on"])
                 kept = on_first(functools.partial(write_logit_scale, subject.checkpoint, c, fitted, on))
