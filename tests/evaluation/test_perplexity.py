@@ -12,7 +12,7 @@ from pe_lab.errors import UserError
 from pe_lab.evaluation.scoring.forward import Forward
 from pe_lab.evaluation.suites import perplexity as pp
 from pe_lab.model import Model
-from pe_lab.positional import NoPE, Rope, build_schedule, layers
+from pe_lab.positional import LongRope, NoPE, Rope, Yarn, build_schedule, layers
 
 ROPE = layers(Rope(), tiny.MODEL.layers)
 
@@ -222,3 +222,24 @@ def test_packed_documents_stay_separate_if_they_did_in_training(forward):
     assert (weights[:, 10] == 0).all() and weights.sum() == 62
     alone = naive_losses(tiles.score[:, 11:-1], tiles.score[:, 12:], nope)
     np.testing.assert_allclose(found[:, 11:], alone, atol=1e-5)
+
+
+def test_a_population_has_the_losses_of_one_candidate_at_a_time(forward):
+    """To 1e-6, in one compilation, also where devices share the candidates; 3 s."""
+    scaled = [layers(Rope(scaling=LongRope((1.0,) * 4, (1.0, 1.0, x, 2 * x), 8, 2.0)), 2) for x in (1.0, 1.3, 1.7)]
+    scaled += [layers(Rope(scaling=Yarn(2.0, 16)), 2), ROPE]
+    batch = pp.as_batch(held_out(3), pp.cut(held_out(3).score, 32))
+    batch["weights"] = np.random.default_rng(1).integers(0, 2, batch["tokens"].shape).astype(np.float32)
+    one_by_one = [(forward.losses(tiny.parameters(), batch, one) * batch["weights"]).sum(1) for one in scaled]
+    for devices in (jax.devices()[:1], jax.devices()[:2]):
+        several = Forward(Model(tiny.MODEL).config, devices=devices)
+        found = several.population_losses(several.place(tiny.parameters()), batch, scaled)
+        np.testing.assert_allclose(found, one_by_one, rtol=1e-6)
+        assert several.traces == {("population", 32): 1}
+    assert len({round(float(one.sum()), 3) for one in found}) == 5
+
+
+def test_a_population_of_several_structures_is_refused(forward):
+    with pytest.raises(UserError, match="A population needs encodings of one structure"):
+        batch = pp.as_batch(held_out(1), pp.cut(held_out(1).score, 16))
+        forward.population_losses(tiny.parameters(), batch, [ROPE, layers("rope/window=4", 2)])

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from pe_lab.checkpoints.source import parameter_shardings
 from pe_lab.config import MeshConfig, ModelConfig
+from pe_lab.errors import ConfigError
 from pe_lab.model import Model, Params, model_schedule
 from pe_lab.model.cache import cache_bytes
 from pe_lab.model.learned import split_layers
@@ -34,7 +35,7 @@ from pe_lab.parallel import (
     shared,
     use_mesh,
 )
-from pe_lab.positional import Layer, Schedule
+from pe_lab.positional import Layer, Schedule, label_layers
 
 BATCH_TOKENS = {"cpu": 2**11}  # fits a CPU's caches: with eight times as many a token took twice as long
 BATCH_TOKENS_ELSEWHERE = 2**17  # per device
@@ -136,6 +137,71 @@ class Forward:
         """The cross-entropy of every target, nats. `batch`: tokens, targets, and perhaps segments and positions."""
         used = {name: batch[name] for name in ("tokens", "targets", "segments", "positions") if name in batch}
         return np.concatenate(list(self._outputs("losses", params, used, layers)))
+
+    def population_losses(
+        self, params: Params, batch: Batch, population: Sequence[Sequence[Layer]]
+    ) -> Float32[np.ndarray, "P n"]:
+        """The sum over targets of weight times cross-entropy, nats, of each sequence under each of P encodings.
+
+        The encodings share one structure, so that their schedules are one array more: candidates are vmapped through
+        one compilation, and sharded over the devices, each of which has all sequences. Where weights are sharded,
+        candidates are measured one after another.
+
+        Args:
+          batch: tokens, targets and weights [n, T].
+
+        Raises:
+          ConfigError: the encodings have different structures.
+        """
+        total, length = batch["tokens"].shape
+        if not population:
+            return np.zeros((0, total), np.float32)
+        if self._meshes.over_sequences is not None and self._meshes.over_sequences.shape["tensor"] > 1:
+            found = [self.losses(params, batch, layers) * batch["weights"] for layers in population]
+            return np.stack([one.sum(1) for one in found]).astype(np.float32)
+        schedules = [self.schedule(layers, length) for layers in population]
+        for layers, schedule in zip(population, schedules, strict=True):
+            if jax.tree.structure(schedule) != jax.tree.structure(schedules[0]):
+                raise ConfigError(
+                    "A population needs encodings of one structure (the same windows, heads and hooks), and "
+                    f"{label_layers(layers)} differs from {label_layers(population[0])}."
+                )
+        mesh = self._meshes.over_sequences
+        each = self._batch_size(total, length, 1)
+        size = self._devices * min(
+            max(1, self._batch_size(total * len(population), length, 1) // each), len(population)
+        )
+        compiled, used = self._population_function(length, mesh), ("tokens", "targets", "weights")
+        found = []
+        for first in range(0, len(population), size):
+            part = schedules[first : first + size]
+            stacked = jax.tree.map(lambda *arrays: np.stack(arrays), *part, *[part[-1]] * (size - len(part)))
+            columns = []
+            for start in range(0, total, each):
+                sequences, count = part_of({name: np.asarray(batch[name]) for name in used}, start, each)
+                columns.append(fetch(compiled(params, sequences, stacked))[: len(part), :count])
+                self.on_tokens(len(part) * count * length)
+            found.append(np.concatenate(columns, axis=1))
+        return np.concatenate(found)
+
+    def _population_function(self, length: int, mesh: Mesh | None) -> Callable[..., jax.Array]:
+        """The compiled function from parameters, sequences and stacked schedules to weighted losses [P, n]."""
+        key = ("population", length, mesh)
+        if key not in self._compiled:
+            model = Model(self.config, backward=False)
+
+            def one(params: Params, batch: Mapping[str, jax.Array], schedule: Schedule) -> jax.Array:
+                self.traces["population", length] += 1
+                return (model.token_loss(params, batch, schedule) * batch["weights"]).sum(1)
+
+            several = jax.vmap(one, in_axes=(None, None, 0))
+            if mesh is not None:
+                axes, everywhere = PartitionSpec(("data", "fsdp")), PartitionSpec()
+                several = jax.shard_map(
+                    several, mesh=mesh, in_specs=(everywhere, everywhere, axes), out_specs=axes, check_vma=False
+                )
+            self._compiled[key] = jax.jit(several)
+        return self._compiled[key]
 
     def predictions(
         self,
