@@ -19,7 +19,7 @@ Train:
   python -m pe_lab.train --config=configs/finetune.py:from=runs/smollm2,data=data/my-text,device=gpu
   python -m pe_lab.train --config=configs/finetune.py:from=runs/smollm2,data=jsonl:chats.jsonl,chat=messages
 after surgery, taught by the model before it:
-  python -m pe_lab.surgery --from=runs/smollm2 --to=runs/half --drop=auto --budget=9 --most=15 --search=first-order \\
+  python -m pe_lab.surgery --from=runs/smollm2 --to=runs/half --drop=auto --budget=9 --most=15 --by=first-order \\
       --text='docs/*.md'
   python -m pe_lab.train --config=configs/finetune.py:from=runs/half,teacher=runs/smollm2,data=prose,rate=3e-4
 and more steps of the same run, with its optimizer's state:

@@ -48,6 +48,12 @@ def parser() -> argparse.ArgumentParser:
         "--positional",
         help="another encoding: rope:base=10000; yarn:factor=4 rescales the old one; A+B is a pattern",
     )
+    what.add_argument(
+        "--search",
+        action="store_true",
+        help="the divisors of the rotary frequencies that an evolution finds for --length (LongRoPE, LongRoPE2), on "
+        "held-out tokens that need a far context; its history is kept beside --to",
+    )
     what.add_argument("--mask-heads", metavar="SCORES.json", help="denoise heads by their scores (DoPE)")
     parser.add_argument(
         "--logit-scale",
@@ -59,10 +65,28 @@ def parser() -> argparse.ArgumentParser:
     budget = bounded(float, 0.0, 1e6)
     parser.add_argument("--budget", type=budget, metavar="NATS", help="what --drop=auto may add to the loss (0.1)")
     parser.add_argument("--most", type=positive, metavar="N", help="at most so many layers (with --drop=auto)")
-    searches, help = ("greedy", "first-order"), "of --drop=auto: greedy (default), or by each layer's own cost"
-    parser.add_argument("--search", choices=searches, help=help)
-    parser.add_argument("--sequences", type=positive, metavar="N", help="to measure --drop=auto on (32)")
-    parser.add_argument("--length", help="of these sequences, such as 2048 or 2x (the training length)")
+    ways, help = ("greedy", "first-order"), "order of --drop=auto: greedy (default), or by each layer's own cost"
+    parser.add_argument("--by", choices=ways, help=help)
+    parser.add_argument(
+        "--sequences", type=positive, metavar="N", help="to measure --drop=auto (32) or --search (4) on"
+    )
+    parser.add_argument(
+        "--length", help="of these sequences, such as 2048 or 2x; for --search the one to extend to (default: 4x)"
+    )
+    parser.add_argument("--population", type=bounded(int, 8, 2**16), metavar="N", help="candidates of --search (64)")
+    parser.add_argument(
+        "--iterations", type=bounded(int, 0, 2**16), metavar="N", help="generations after the first (40)"
+    )
+    parser.add_argument("--search-seed", type=bounded(int, 0, 2**32 - 1), metavar="N", help="seed of --search (0)")
+    parser.add_argument(
+        "--objective",
+        metavar="NAME,...",
+        help="what --search minimizes the mean loss of: long_range, needles, passkeys, text (default: long_range and "
+        "needles, or passkeys where the model was trained without)",
+    )
+    parser.add_argument(
+        "--any-order", action="store_true", default=None, help="--search lets a slower pair have a smaller divisor"
+    )
     parser.add_argument(
         "--count", type=bounded(int, 1, 2**20), default=1, help="number of heads to denoise (with --mask-heads)"
     )
@@ -101,7 +125,9 @@ def parser() -> argparse.ArgumentParser:
         choices=("matched", "ones"),
         help="scales of an added QK-norm: fitted to the logits (default), or 1 as in DroPE's code",
     )
-    parser.add_argument("--text", help="a text file for --drop=auto or a QK-norm, instead of the run's held-out text")
+    parser.add_argument(
+        "--text", help="a text file for --drop=auto or a QK-norm, or a source for --search, instead of held-out text"
+    )
     return parser
 
 
@@ -118,9 +144,7 @@ def edited_layers(parent: Checkpoint, args: argparse.Namespace) -> tuple[Layer, 
     if noise and not (args.mask_heads and args.dope.startswith("gaussian")):
         raise ConfigError("--dope-seed and --dope-sigma go with --mask-heads and --dope=gaussian or gaussian-unit.")
     length = int(parent.metadata["training_length"])
-    for name in ("budget", "most", "search", "sequences", "length"):
-        if args.drop != "auto" and getattr(args, name) is not None:
-            raise ConfigError(f"--{name} goes with --drop=auto.")
+    _check_options(args)
     if args.layers and args.drop in ("auto", "gates"):
         raise ConfigError(f"--layers names the layers, and --drop={args.drop} chooses them: leave one of them out.")
     if args.drop == "gates":
@@ -132,6 +156,8 @@ def edited_layers(parent: Checkpoint, args: argparse.Namespace) -> tuple[Layer, 
         return drop(chosen, extras=args.drop == "all").apply(parent.layers)
     if args.positional:
         return read_with(args.positional, parent.layers, length)
+    if args.search:
+        return searched_layers(parent, args)
     if args.mask_heads:
         if args.dope not in DOPE:
             raise ConfigError(f"--dope='{args.dope}' is no method. {did_you_mean(args.dope, list(DOPE))}")
@@ -139,6 +165,49 @@ def edited_layers(parent: Checkpoint, args: argparse.Namespace) -> tuple[Layer, 
         scores = read_scores(args.mask_heads, len(parent.layers), parent.model.heads, weights, str(parent.path))
         return denoise_by(args.dope, parent.layers, scores, args.count, args.order, length, **noise)
     return parent.layers
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """`ConfigError` for an option of another edit."""
+    of_drop, of_search = ("budget", "most", "by"), ("population", "iterations", "search_seed", "objective", "any_order")
+    goes_with = dict.fromkeys(of_drop, "--drop=auto") | dict.fromkeys(of_search, "--search")
+    goes_with |= dict.fromkeys(("sequences", "length"), "--drop=auto or --search")
+    chosen = {"--drop=auto": args.drop == "auto", "--search": args.search}
+    chosen["--drop=auto or --search"] = any(chosen.values())
+    for name, edit in goes_with.items():
+        if getattr(args, name) is not None and not chosen[edit]:
+            raise ConfigError(f"--{name.replace('_', '-')} goes with {edit}.")
+
+
+def searched_layers(parent: Checkpoint, args: argparse.Namespace) -> tuple[Layer, ...]:
+    """The layers with the divisors that `--search` finds; its history is in `TO.search`."""
+    from pe_lab.analysis.sequences import data_of
+    from pe_lab.checkpoints.checkpoint import is_external
+    from pe_lab.evaluation.command_line import parse_length
+    from pe_lab.evaluation.session import text_source
+    from pe_lab.evaluation.targets import load_subjects, locate
+    from pe_lab.lab.extend.search import SearchSettings, search_checkpoint, with_scaling
+
+    target = locate(args.source if is_external(args.source) else str(parent.path))
+    (subject,) = load_subjects(target, target.paths[-1:])
+    data = text_source(args.text, subject) if args.text else data_of(subject)
+    if data is None:
+        raise ConfigError(f"A search needs held-out text, and '{parent.path}' names no data; give --text=SOURCE.")
+    to = storage.path("--to", args.to)
+    given = {"population": args.population, "iterations": args.iterations, "seed": args.search_seed}
+    search, _ = search_checkpoint(
+        subject,
+        data,
+        parse_length("--length", args.length or "4x", subject.training_length),
+        to.parent / f"{to.name}.search",
+        SearchSettings(**{name: value for name, value in given.items() if value is not None}),
+        tuple(filter(None, (args.objective or "").split(","))),
+        args.sequences or 4,
+        not args.any_order,
+        functools.partial(print, flush=True),  # minutes pass between lines, also where they go to a file
+    )
+    scaling = search.space.table(np.array(search.best.divisors))
+    return with_scaling(parent.layers, scaling, search.space.training_length)
 
 
 def kept(layers: Sequence[Layer]) -> str:
@@ -197,7 +266,7 @@ def chosen_layers(parent: Checkpoint, args: argparse.Namespace) -> list[int]:
     source = args.source if is_external(args.source) else str(parent.path)
     session = session_of(source, args.text, args.length, args.sequences or SEQUENCES, measured_at(to))
     show = functools.partial(print, flush=True)  # minutes pass between lines, also where they go to a file
-    found = choose_layers(session, budget, args.search or "greedy", args.most, show)
+    found = choose_layers(session, budget, args.by or "greedy", args.most, show)
     if not found.layers:
         raise ConfigError(f"No layer can be dropped for {budget:g} nats: the cheapest costs {found.costs[0][0]:.3g}.")
     return sorted(found.layers)
@@ -275,10 +344,10 @@ def main(argv: Sequence[str]) -> int:
     from pe_lab.positional import describe
 
     kind = "none" if args.remove_qk_norm else args.add_qk_norm
-    if not (args.drop or args.positional or args.mask_heads or args.logit_scale or kind):
+    if not (args.drop or args.positional or args.search or args.mask_heads or args.logit_scale or kind):
         raise ConfigError(
-            "Nothing to do: give --drop, --positional, --mask-heads, --logit-scale, --add-qk-norm or --remove-qk-norm "
-            "(see --help)."
+            "Nothing to do: give --drop, --positional, --search, --mask-heads, --logit-scale, --add-qk-norm or "
+            "--remove-qk-norm (see --help)."
         )
     if args.qk_norm_init == "ones" and not args.add_qk_norm:
         raise ConfigError("--qk-norm-init=ones goes with --add-qk-norm.")

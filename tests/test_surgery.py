@@ -26,6 +26,7 @@ from tiny_runs import (  # noqa: F401
 import pe_lab
 from pe_lab.checkpoints.checkpoint import open_checkpoint
 from pe_lab.errors import UserError
+from pe_lab.model import model_schedule
 from pe_lab.positional import Alibi, Bands, Gaussian, Layer, NoPE, Rope, Uniform, Yarn
 from pe_lab.positional.codec import numbers_and_ranges
 from pe_lab.surgery import main
@@ -210,7 +211,7 @@ def test_layers_are_dropped_for_a_budget(run, tmp_path, capsys, search):
     """The prices are checked in tests/analysis/test_layers_study.py."""
     text = tmp_path / "text.txt"
     text.write_text("def needle(haystack): return haystack[3]\n" * 40)
-    chosen = ["--drop=auto", "--budget=1000", "--most=1", "--sequences=4", "--length=2x", f"--search={search}"]
+    chosen = ["--drop=auto", "--budget=1000", "--most=1", "--sequences=4", "--length=2x", f"--by={search}"]
     assert main([f"--from={run}", f"--to={tmp_path / 'child'}", f"--text={text}", *chosen]) == 0
     told = re.search(r"layer ([01]): 1 dropped cost", capsys.readouterr().out)
     child = open_checkpoint(tmp_path / "child").layers
@@ -221,10 +222,42 @@ def test_layers_are_dropped_for_a_budget(run, tmp_path, capsys, search):
     assert "No layer of this model has an encoding to drop" in capsys.readouterr().err
 
 
+def test_divisors_are_searched_on_held_out_text(run, tmp_path, capsys):
+    """The child has the best candidate's table beyond the training length, and equals its parent up to it; 5 s."""
+    (tmp_path / "texts").mkdir()
+    for n in range(12):
+        (tmp_path / f"texts/{n}.txt").write_text(f"def needle_{n}(haystack): return haystack[{n}]\n" * 5)
+    chosen = ["--search", "--length=4x", "--population=8", "--iterations=1", "--objective=text", "--sequences=2"]
+    command = [f"--from={run}", f"--text={tmp_path}/texts/*.txt", *chosen]
+    assert main([*command, f"--to={tmp_path / 'child'}"]) == 0
+    out = capsys.readouterr().out
+    assert "objective: 128 targets of 2 (text) sequences of 64 tokens" in out and "generation 1 of 1" in out
+    first, *candidates = map(json.loads, (tmp_path / "child.search/search.jsonl").read_text().splitlines())
+    best = min(candidates, key=lambda one: one["loss"])
+    assert len(candidates) == 12 and first["length"] == 64
+    child, parent = open_checkpoint(tmp_path / "child"), open_checkpoint(run)
+    for layer in child.layers:
+        assert layer.encoding.scaling.long_factor == tuple(best["divisors"])
+    for length, same in ((16, True), (64, False)):
+        schedules = [model_schedule(one.model, one.layers, length) for one in (child, parent)]
+        assert np.array_equal(schedules[0].inv_freq, schedules[1].inv_freq) == same
+    assert {file.name for file in (tmp_path / "child.search").iterdir()} == {"search.jsonl", "search.svg", "search.png"}
+    # The same command in another place measures nothing that is known.
+    shutil.copytree(tmp_path / "child.search", tmp_path / "again.search")
+    assert main([*command, f"--to={tmp_path / 'again'}"]) == 0
+    assert "generation" not in capsys.readouterr().out
+    assert open_checkpoint(tmp_path / "again").layers == child.layers
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (["--drop", "--budget=0.1"], "--budget goes with --drop=auto"),
+        (["--drop=auto", "--population=9"], "--population goes with --search"),
+        (["--search", "--by=greedy"], "--by goes with --drop=auto"),
+        (["--positional=nope", "--length=2x"], "--length goes with --drop=auto or --search"),
+        (["--search", "--length=1x"], "a search is for more than the training length, 16 tokens"),
+        (["--search", "--objective=words"], "--objective: there is no 'words'"),
         (["--drop=auto", "--layers=0"], "--drop=auto chooses them"),
         (["--drop=gates", "--layers=0"], "--drop=gates chooses them"),
         (["--drop=gates"], "has no gates"),

@@ -344,7 +344,7 @@ def possible_variants(layers: Sequence[Layer], training_length: int) -> tuple[st
     rotates = any(_rotates(layer) for layer in layers)
     if rotates:
         chosen.append("cropped")
-        if any(_can_scale(layer, training_length) for layer in layers):
+        if any(can_scale(layer, training_length) for layer in layers):
             chosen += SCALED_VARIANTS
     bare = [isinstance(layer.encoding, NoPE) for layer in layers]
     fits = [none or (_rotates(layer) and _scaling(layer) is None) for none, layer in zip(bare, layers, strict=True)]
@@ -372,7 +372,7 @@ def layers_under(
     scaling = {"PI": PI(factor), "NTK": NTK(factor), "YaRN": Yarn(factor, training_length)}[variant]
     return tuple(
         dataclasses.replace(layer, encoding=dataclasses.replace(layer.encoding, scaling=scaling))
-        if _can_scale(layer, training_length)
+        if can_scale(layer, training_length)
         else layer
         for layer in layers
     )
@@ -396,6 +396,7 @@ def _rotates(layer: Layer) -> bool:
     return isinstance(layer.encoding, Rope | PartialRope) and layer.encoding.fraction > 0
 
 
-def _can_scale(layer: Layer, training_length: int) -> bool:
+def can_scale(layer: Layer, training_length: int) -> bool:
+    """Whether a layer's rotation is to be rescaled beyond the training length; see `possible_variants`."""
     beyond = layer.window is None or layer.window > training_length
     return _rotates(layer) and _scaling(layer) is None and beyond

@@ -125,5 +125,6 @@ def test_what_cannot_be_measured_is_said(data, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="has key tokens of other data"):
         evaluation(data, tmp_path, reference=str(tmp_path / "other.json"))
     assert any(
-        "documents have more than 64 tokens, not 5,000" in s for s in evaluation(data, tmp_path, documents=5000).skipped
+        "documents of more than 64 tokens are scored, not 5,000" in s
+        for s in evaluation(data, tmp_path, documents=5000).skipped
     )

@@ -166,11 +166,8 @@ class Forward:
                     "A population needs encodings of one structure (the same windows, heads and hooks), and "
                     f"{label_layers(layers)} differs from {label_layers(population[0])}."
                 )
-        mesh = self._meshes.over_sequences
-        each = self._batch_size(total, length, 1)
-        size = self._devices * min(
-            max(1, self._batch_size(total * len(population), length, 1) // each), len(population)
-        )
+        mesh, each = self._meshes.over_sequences, self._batch_size(total, length, 1)
+        size = min(self.candidates_at_once(total, length), -(-len(population) // self._devices) * self._devices)
         compiled, used = self._population_function(length, mesh), ("tokens", "targets", "weights")
         found = []
         for first in range(0, len(population), size):
@@ -183,6 +180,11 @@ class Forward:
                 self.on_tokens(len(part) * count * length)
             found.append(np.concatenate(columns, axis=1))
         return np.concatenate(found)
+
+    def candidates_at_once(self, sequences: int, length: int) -> int:
+        """How many encodings `population_losses` measures in one batch, of `sequences` of `length` tokens each."""
+        fitting = self._batch_size(2**20, length, 1)
+        return self._devices * max(1, fitting // min(sequences, fitting))
 
     def _population_function(self, length: int, mesh: Mesh | None) -> Callable[..., jax.Array]:
         """The compiled function from parameters, sequences and stacked schedules to weighted losses [P, n]."""

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from jaxtyping import Float, Int, Int64
@@ -19,6 +19,7 @@ from pe_lab.results.records import as_dict, digest
 from pe_lab.terminal import positive
 
 if TYPE_CHECKING:
+    from pe_lab.data.shards import TokenStream
     from pe_lab.evaluation.measure import Evaluation, MeasurementUnit
     from pe_lab.evaluation.variants import Subject
     from pe_lab.results.records import Record
@@ -86,6 +87,11 @@ def key_tokens(
     return (starts[window] + short + offset).astype(np.int64)
 
 
+def default_short(reach: int) -> int:
+    """The tokens of the short context where the reference reads `reach` tokens."""
+    return max(1, min(SHORT, reach // 4))
+
+
 def _windows(
     document: Int[np.ndarray, " W"], starts: Int[np.ndarray, " n"], context: int, stride: int, losses: ReadLosses
 ) -> Float[np.ndarray, "n stride"]:
@@ -135,12 +141,12 @@ class LongRange(TokenSuite):
             return f"its data ({evaluation.source_names}) holds out no text"
         if self.sources(evaluation):
             return ""
-        found = max((int(_sizes(evaluation, source).max(initial=0)) for source in texts), default=0)
+        found = max((int(document_sizes(_stream(evaluation, source)).max(initial=0)) for source in texts), default=0)
         return f"no held-out document has {longest + 1:,} tokens; the longest has {found:,}"
 
     def sources(self, evaluation: Evaluation) -> Sequence[int]:
         longest = max(evaluation.lengths)
-        return [i for i in self._texts(evaluation) if (_sizes(evaluation, i) > longest).any()]
+        return [i for i in self._texts(evaluation) if choose_documents(_stream(evaluation, i), longest, 1)]
 
     def _texts(self, evaluation: Evaluation) -> list[int]:
         prepared = {i: evaluation.mixture.sources[i].prepared for i in evaluation.text_sources}
@@ -156,12 +162,13 @@ class LongRange(TokenSuite):
                 self._read(evaluation, source)
             return []
         for source in self.sources(evaluation):
-            count = int((_sizes(evaluation, source) > max(evaluation.lengths)).sum())
+            longest = max(evaluation.lengths)
+            count = len(choose_documents(_stream(evaluation, source), longest, settings.documents))
             if count < settings.documents:
                 name = evaluation.mixture.sources[source].name
                 sentences.append(
-                    f"{name}: {count:,} held-out documents have more than {max(evaluation.lengths):,} tokens, not "
-                    f"{settings.documents:,}."
+                    f"{name}: {count:,} held-out documents of more than {longest:,} tokens are scored, not "
+                    f"{settings.documents:,}: there are no more, and every second one is left for searches."
                 )
         for subject in evaluation.subjects:
             reference = self._reference(evaluation, subject)
@@ -241,7 +248,7 @@ class LongRange(TokenSuite):
             "reference": {"checkpoint": reference.path, "id": reference.id, "reads": reference.training_length},
             "short": self._short(evaluation, reference),
             "length": longest,
-            "starts": _chosen(evaluation, source, longest, evaluation.settings(self).documents),
+            "starts": choose_documents(_stream(evaluation, source), longest, evaluation.settings(self).documents),
         }
 
     def _read(self, evaluation: Evaluation, source: int) -> KeyTokens:
@@ -269,7 +276,7 @@ class LongRange(TokenSuite):
         return evaluation.remember_data(("reference", given), lambda: _load(evaluation, given))
 
     def _short(self, evaluation: Evaluation, reference: Subject) -> int:
-        return evaluation.settings(self).short or max(1, min(SHORT, reference.training_length // 4))
+        return evaluation.settings(self).short or default_short(reference.training_length)
 
     def _losses(self, evaluation: Evaluation, reference: Subject) -> ReadLosses:
         """The losses of a reference as it was trained."""
@@ -344,28 +351,34 @@ def _load(evaluation: Evaluation, given: str) -> Subject:
     return subject
 
 
-def _sizes(evaluation: Evaluation, source: int) -> Int64[np.ndarray, " documents"]:
-    """The tokens of each held-out document of a source, with its EOS."""
-    ends = evaluation.mixture.sources[source].prepared.streams["validation"].ends
-    return np.diff(ends, prepend=0)
+def _stream(evaluation: Evaluation, source: int) -> TokenStream:
+    return evaluation.mixture.sources[source].prepared.streams["validation"]
 
 
-def _chosen(evaluation: Evaluation, source: int, longest: int, most: int) -> list[int]:
-    """The starts of at most `most` held-out documents of more than `longest` tokens, at even distances."""
-    sizes = _sizes(evaluation, source)
-    ends = evaluation.mixture.sources[source].prepared.streams["validation"].ends
-    fitting = np.flatnonzero(sizes > longest)
+def document_sizes(stream: TokenStream) -> Int64[np.ndarray, " documents"]:
+    """The tokens of each document, with its EOS."""
+    return np.diff(stream.ends, prepend=0)
+
+
+def choose_documents(
+    stream: TokenStream, longest: int, most: int, part: Literal["score", "fit"] = "score"
+) -> list[int]:
+    """The starts of at most `most` documents of more than `longest` tokens, at even distances.
+
+    Every second long document is left for what is fitted, such as a search: none is both scored and fitted on.
+    """
+    sizes = document_sizes(stream)
+    fitting = np.flatnonzero(sizes > longest)[("score", "fit").index(part) :: 2]
     count = min(most, len(fitting))
     chosen = fitting[((np.arange(count) + 0.5) * len(fitting) / max(count, 1)).astype(int)]
-    return [int(ends[n] - sizes[n]) for n in chosen]
+    return [int(stream.ends[n] - sizes[n]) for n in chosen]
 
 
 def _documents(
     evaluation: Evaluation, source: int, starts: Sequence[int], length: int
 ) -> Int[np.ndarray, "n length_and_1"]:
     """The first `length` + 1 tokens of the documents that start there."""
-    stream = evaluation.mixture.sources[source].prepared.streams["validation"]
-    return stream.gather(np.asarray(starts), length + 1).astype(np.int32)
+    return _stream(evaluation, source).gather(np.asarray(starts), length + 1).astype(np.int32)
 
 
 def _batch(windows: Int[np.ndarray, "n W"]) -> dict[str, np.ndarray]:

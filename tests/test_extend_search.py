@@ -1,0 +1,114 @@
+"""The search of divisors: candidates, determinism, resumption, and a search that finds a planted optimum."""
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+
+from pe_lab.errors import UserError
+from pe_lab.lab.extend.search import Search, SearchSettings, SearchSpace, read_history
+from pe_lab.positional import NTK, PI, Yarn
+from pe_lab.positional.encodings import rope_spectrum
+
+SPACE = SearchSpace(rope_spectrum(10000.0, 64), 10000.0, 64, 4096, 4.0)
+SMALL = SearchSettings(population=8, iterations=5, seed=3)
+
+
+def planted(space):
+    """Distance from divisors that no known method has."""
+    target = np.where(np.arange(32) < 17, 1.0, 3.1)
+    return target, lambda population: [float(((one - target) ** 2).sum()) for one in population]
+
+
+def run(directory, settings=SMALL, space=SPACE, measure=None, at_once=3, about=None):
+    search = Search(space, settings)
+    search.run(
+        measure or planted(space)[1], at_once, directory / "search.jsonl", about or {"data": "x"}, lambda line: None
+    )
+    return search
+
+
+def test_the_known_methods_are_candidates_with_their_own_frequencies():
+    known = SPACE.known()
+    for name, scaling in (("PI", PI(4.0)), ("NTK", NTK(4.0)), ("YaRN", Yarn(4.0, 4096))):
+        scaled = scaling.scale(SPACE.inv_freq, 10000.0, 64, None)[0]
+        np.testing.assert_allclose(SPACE.inv_freq / known[name], scaled, rtol=0.006)  # steps of 0.01
+    table = SPACE.table(known["YaRN"])
+    np.testing.assert_allclose(table.scale(SPACE.inv_freq, 10000.0, 64, 16384)[0], SPACE.inv_freq / known["YaRN"])
+    unchanged, factor = table.scale(SPACE.inv_freq, 10000.0, 64, 4096)
+    assert (unchanged == SPACE.inv_freq).all() and factor == 1
+
+
+def test_the_critical_pair_is_the_first_without_a_whole_rotation():
+    """LongRoPE2: d_tcd = 2 ceil(d/2 log_base(L / 2 pi)); pairs from there on are divided by the whole factor."""
+    assert SPACE.critical == math.ceil(32 * math.log(4096 / (2 * math.pi), 10000)) == 23
+    found = SPACE.known()["critical pair"]
+    assert (found[23:] == 4).all() and found[0] == 1 and (np.diff(found) >= 0).all()
+    np.testing.assert_allclose(found[:23], 4 ** (np.arange(23) / 23), atol=0.0051)  # NTK that reaches it there
+
+
+@pytest.mark.parametrize("monotone", [True, False])
+def test_all_candidates_are_in_the_space_and_none_is_measured_twice(tmp_path, monotone):
+    space = dataclasses.replace(SPACE, monotone=monotone)
+    history = run(tmp_path, SearchSettings(16, 10, 0), space).history
+    divisors = np.array([one.divisors for one in history])
+    assert len(history) == SearchSettings(16, 10, 0).measurements == 16 + 10 * 8
+    assert divisors.min() >= 1 and divisors.max() <= 5
+    assert len({one.divisors for one in history}) == len(history)
+    falls = (np.diff(divisors) < 0).any(1)
+    assert not falls.any() if monotone else falls.mean() > 0.2
+
+
+def test_a_search_finds_more_than_the_methods_that_it_starts_from(tmp_path):
+    """A planted optimum, 0.5 s."""
+    search = run(tmp_path, SearchSettings(32, 40, 0), at_once=16)
+    started = min(one.loss for one in search.history if not one.origin.startswith(("mutation", "crossover")))
+    assert search.best.loss < started / 3
+    by_generation = [min(c.loss for c in search.history if c.generation <= g) for g in range(41)]
+    assert by_generation == sorted(by_generation, reverse=True)
+    kinds = {one.origin.split()[0] for one in search.history}
+    assert kinds == {"PI", "NTK", "YaRN", "critical", "mutation", "crossover"}
+
+
+def test_equal_seeds_give_equal_searches(tmp_path):
+    one, other = run(tmp_path / "a"), run(tmp_path / "b", at_once=100)
+    assert one.history == other.history
+    another = run(tmp_path / "c", dataclasses.replace(SMALL, seed=4))
+    assert another.history[4:] != one.history[4:]
+
+
+@pytest.mark.parametrize("stop_after", [2, 9, 17])
+def test_a_search_that_was_stopped_ends_as_one_that_was_not(tmp_path, stop_after):
+    whole, measure, asked = run(tmp_path / "whole"), planted(SPACE)[1], []
+
+    def stopping(population):
+        if len(asked) + len(population) > stop_after:
+            raise KeyboardInterrupt
+        asked.extend(population)
+        return measure(population)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "stopped", measure=stopping)
+    left = []
+    resumed = run(tmp_path / "stopped", measure=lambda population: left.extend(population) or measure(population))
+    assert resumed.history == whole.history
+    assert len(asked) + len(left) == len(whole.history)
+    files = [(tmp_path / name / "search.jsonl").read_text() for name in ("whole", "stopped")]
+    assert files[0] == files[1]
+
+
+def test_the_history_of_another_search_is_refused(tmp_path):
+    run(tmp_path)
+    with pytest.raises(UserError, match="is the history of another search: settings differ"):
+        run(tmp_path, dataclasses.replace(SMALL, seed=9))
+    with pytest.raises(UserError, match="is the history of another search: data differ"):
+        run(tmp_path, about={"data": "y"})
+    file = tmp_path / "search.jsonl"
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join([lines[0], json.dumps({"divisors": [1]})]))
+    with pytest.raises(UserError, match="is damaged"):
+        read_history(file, json.loads(lines[0]))
+    with pytest.raises(UserError, match="give at least 8 candidates"):
+        SearchSettings(population=4)
