@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pe_lab.errors import UserError
-from pe_lab.lab.extend.search import Search, SearchSettings, SearchSpace, read_history
+from pe_lab.lab.extend.search import DivisorSearch, SearchSettings, SearchSpace, read_history
 from pe_lab.positional import NTK, PI, Yarn
 from pe_lab.positional.encodings import rope_spectrum
 
@@ -23,7 +23,7 @@ def planted(space):
 
 
 def run(directory, settings=SMALL, space=SPACE, measure=None, at_once=3, about=None):
-    search = Search(space, settings)
+    search = DivisorSearch(space, settings)
     search.run(
         measure or planted(space)[1], at_once, directory / "search.jsonl", about or {"data": "x"}, lambda line: None
     )

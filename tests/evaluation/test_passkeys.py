@@ -1,4 +1,4 @@
-"""Facts in text, asked for at its end in one pass."""
+"""Needles in text, asked for at its end in one pass."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def asked():
     return passkeys.passkey_sequences(TEXT, 4, ByteTokenizer(), seed=1)
 
 
-def test_every_answer_is_the_number_of_the_fact_at_its_depth(asked):
+def test_every_answer_is_the_number_of_the_needle_at_its_depth(asked):
     assert asked.tokens.shape == TEXT.shape
     for tokens, at, answers, question, depth in zip(
         asked.tokens, asked.at, asked.answers, asked.question, asked.depth, strict=True
@@ -68,7 +68,9 @@ def test_the_suite_measures_what_the_scores_say(tmp_path):
     subject = Subject(tiny.language_model(tiny.checkpoint(Rope(), data)), "tiny", "pretrain/checkpoints/3")
 
     def evaluation(lengths, **options):
-        plan = EvaluationPlan(lengths, ("passkeys",), ("as trained",), (), {"facts": 2, "passkey_windows": 3} | options)
+        plan = EvaluationPlan(
+            lengths, ("passkeys",), ("as trained",), (), {"passkeys": 2, "passkey_windows": 3} | options
+        )
         return Evaluation([subject], data, plan, tmp_path / "out", devices=tiny.one_device(), quiet=True)
 
     opened = evaluation((512,))
@@ -83,5 +85,5 @@ def test_the_suite_measures_what_the_scores_say(tmp_path):
         evaluation((64, 512))
     with pytest.raises(UserError, match="held-out tokens, too few for 50 sequences of 512"):
         evaluation((512,), passkey_windows=50)
-    with pytest.raises(UserError, match="2 facts, questions and answers have .* tokens, more than the 256"):
+    with pytest.raises(UserError, match="2 needles, questions and answers have .* tokens, more than the 256"):
         evaluation((256,))

@@ -1,4 +1,4 @@
-"""Facts hidden in held-out text, all asked for at its end: many answers of one forward pass, scored by likelihood."""
+"""Needles hidden in held-out text, all asked for at its end: many answers of one forward pass, scored by likelihood."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pe_lab.evaluation.measure import Evaluation, MeasurementUnit
     from pe_lab.results.records import Record
 
-TOKENS_OF_FACT = 128  # of a sequence, at least, for each fact, its question and its answer
+TOKENS_EACH = 128  # of a sequence, at least, for each needle, its question and its answer
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class PasskeySequences:
       at: the position before each token of the answers.
       answers: these tokens.
       question: of each of them, from 0 to Q - 1; -1 for padding, where another sequence has more.
-      depth: where the fact of each question stands, as a share of the sequence.
+      depth: where the needle of each question stands, as a share of the sequence.
     """
 
     tokens: Int32[np.ndarray, "n T"]
@@ -44,13 +44,13 @@ class PasskeySequences:
 
 
 def passkey_sequences(
-    text: Int[np.ndarray, "n T"], facts: int, tokenizer: Tokenizer, seed: int = 0
+    text: Int[np.ndarray, "n T"], count: int, tokenizer: Tokenizer, seed: int = 0
 ) -> PasskeySequences:
     """Sequences of T tokens: text with RULER's needles at even distances, then questions in another order.
 
     Every question is followed by the right answer, so that one pass scores all of them.
     """
-    made = [_hide(one, facts, tokenizer, random_for("passkeys", seed, n)) for n, one in enumerate(text)]
+    made = [_hide(one, count, tokenizer, random_for("passkeys", seed, n)) for n, one in enumerate(text)]
     most = max(len(at) for _, at, _, _ in made)
 
     def padded(k: int, value: int) -> Int32[np.ndarray, "n A"]:
@@ -63,35 +63,35 @@ def passkey_sequences(
 
 
 def _hide(
-    text: Int[np.ndarray, " T"], facts: int, tokenizer: Tokenizer, rng: random.Random
+    text: Int[np.ndarray, " T"], count: int, tokenizer: Tokenizer, rng: random.Random
 ) -> tuple[Int32[np.ndarray, " T"], Int[np.ndarray, " A"], Int[np.ndarray, " A"], Float[np.ndarray, " Q"]]:
-    """One sequence: its tokens, the positions before the answers, their questions, and the depths of the facts."""
+    """One sequence: its tokens, the positions before the answers, their questions, and the depths of the needles."""
 
     def encode(part: str) -> list[int]:
         return [int(token) for token in tokenizer.encode_prompt(part, add_special_tokens=False)]
 
-    keys = distinct(lambda: draw("words", rng), facts)
-    values = distinct(lambda: draw("numbers", rng), facts)
-    hidden = [encode(f"\n{needle('numbers', *fact)}\n") for fact in zip(keys, values, strict=True)]
-    asked = rng.sample(range(facts), facts)
+    keys = distinct(lambda: draw("words", rng), count)
+    values = distinct(lambda: draw("numbers", rng), count)
+    hidden = [encode(f"\n{needle('numbers', *one)}\n") for one in zip(keys, values, strict=True)]
+    asked = rng.sample(range(count), count)
     end, question = list[int](), list[int]()
-    for n, fact in enumerate(asked):
-        before = encode(f"\nThe special magic number for {keys[fact]} mentioned in the text is:")
-        value, after = encode(f" {values[fact]}"), encode(".")
+    for n, one in enumerate(asked):
+        before = encode(f"\nThe special magic number for {keys[one]} mentioned in the text is:")
+        value, after = encode(f" {values[one]}"), encode(".")
         end += [*before, *value, *after]
         question += [-1] * len(before) + [n] * len(value) + [-1] * len(after)
     filler = len(text) - len(end) - sum(map(len, hidden))
     if filler < 0:
         raise ConfigError(
-            f"--facts={facts}: {facts} facts, questions and answers have {len(text) - filler:,} tokens, more than the "
-            f"{len(text):,} of the sequence. Give fewer, or longer --lengths."
+            f"--passkeys={count}: {count} needles, questions and answers have {len(text) - filler:,} tokens, more than "
+            f"the {len(text):,} of the sequence. Give fewer, or longer --lengths."
         )
-    places = ((np.arange(facts) + 0.5) * filler / facts).astype(int).tolist()
+    places = ((np.arange(count) + 0.5) * filler / count).astype(int).tolist()
     tokens, starts, done = list[int](), list[int](), 0
-    for place, fact in zip(places, hidden, strict=True):
+    for place, one in zip(places, hidden, strict=True):
         tokens += text[done:place].tolist()
         starts.append(len(tokens))
-        tokens += fact
+        tokens += one
         done = place
     tokens += [*text[done:filler].tolist(), *end]
     found = np.flatnonzero(np.array(question) >= 0)
@@ -106,8 +106,8 @@ def score(
 
     An answer is right if each of its tokens is the likeliest after the right ones before it.
     """
-    facts, counted = asked.depth.shape[1], asked.question >= 0
-    of_question = asked.question[..., None] == np.arange(facts)
+    count, counted = asked.depth.shape[1], asked.question >= 0
+    of_question = asked.question[..., None] == np.arange(count)
     right = ~(~likeliest[..., None] & of_question).any(1)
     accuracy = float(right.mean())
     nll = -np.where(counted, log_probability, 0.0).sum(1, dtype=np.float64) / counted.sum(1)
@@ -117,7 +117,7 @@ def score(
         "accuracy": accuracy,
         "queries": int(right.size),
         "windows": len(right),
-        # Facts of one sequence share its text: sequences are independent.
+        # Needles of one sequence share its text: sequences are independent.
         "stderr": standard_error((right - accuracy).sum(1), float(right.size)),
         "accuracy_by_window": right.mean(1).tolist(),
         "answer_nll": float(nll.mean()),
@@ -132,15 +132,15 @@ def score(
 
 @dataclass(frozen=True)
 class PasskeySettings:
-    passkey_windows: int = option(4, "sequences with facts that are asked for", positive)
-    facts: int = option(8, f"facts in each, at most one for {TOKENS_OF_FACT} tokens", positive)
+    passkey_windows: int = option(4, "sequences with needles that are asked for", positive)
+    passkeys: int = option(8, f"needles in each, at most one for {TOKENS_EACH} tokens", positive)
 
 
 class Passkeys(TokenSuite):
     """RULER's needles in held-out text, read in one pass for all questions."""
 
     name = "passkeys"
-    title = "Facts found in text"
+    title = "Passkeys found in text"
     about = (
         "Sequences of held-out text with sentences that give numbers; all numbers are asked for at the end. An answer "
         "is right if each of its tokens is the likeliest after the right ones before it."
@@ -155,9 +155,9 @@ class Passkeys(TokenSuite):
         return unit.variant.crop is None
 
     def check(self, evaluation: Evaluation) -> list[str]:
-        if min(evaluation.lengths) < TOKENS_OF_FACT:
+        if min(evaluation.lengths) < TOKENS_EACH:
             raise ConfigError(
-                f"--suite=passkeys needs sequences of at least {TOKENS_OF_FACT} tokens, not {min(evaluation.lengths)}."
+                f"--suite=passkeys needs sequences of at least {TOKENS_EACH} tokens, not {min(evaluation.lengths)}."
             )
         for source in self.sources(evaluation):
             for length in evaluation.lengths:
@@ -191,8 +191,8 @@ class Passkeys(TokenSuite):
                 )
             chosen = ((np.arange(settings.passkey_windows) + 0.5) * windows / settings.passkey_windows).astype(int)
             text = stream.gather(chosen * length, length).astype(np.int32)
-            facts = min(settings.facts, length // TOKENS_OF_FACT)
-            return passkey_sequences(text, facts, evaluation.mixture.tokenizer, evaluation.seed)
+            count = min(settings.passkeys, length // TOKENS_EACH)
+            return passkey_sequences(text, count, evaluation.mixture.tokenizer, evaluation.seed)
 
         return evaluation.remember_data(("passkeys", source, length), make)
 

@@ -15,14 +15,14 @@ from pe_lab.data.mixture import MixtureSource, open_mixture
 from pe_lab.errors import ConfigError, DataError, did_you_mean
 from pe_lab.evaluation.scoring.forward import Forward
 from pe_lab.evaluation.suites.long_range import choose_documents, default_short, document_sizes, key_tokens
-from pe_lab.evaluation.suites.passkeys import TOKENS_OF_FACT, passkey_sequences
+from pe_lab.evaluation.suites.passkeys import TOKENS_EACH, passkey_sequences
 from pe_lab.results.records import digest
 
 if TYPE_CHECKING:
     from pe_lab.evaluation.variants import Subject
     from pe_lab.positional import Layer
 
-FACTS = 8  # in a sequence of passkeys, at most
+PASSKEYS = 8  # in a sequence, at most
 FEWEST = 16  # key tokens of a part: fewer say nothing
 
 
@@ -184,15 +184,15 @@ def _needles(opened: _Opened) -> ObjectivePart:
 
 def _passkeys(opened: _Opened) -> ObjectivePart:
     texts = opened.texts()
-    if not texts or opened.length < TOKENS_OF_FACT:
-        raise ConfigError(f"--objective=passkeys needs text, and at least {TOKENS_OF_FACT} tokens.")
+    if not texts or opened.length < TOKENS_EACH:
+        raise ConfigError(f"--objective=passkeys needs text, and at least {TOKENS_EACH} tokens.")
     stream = texts[0].prepared.streams["validation"]
     windows = min(opened.sequences, stream.tokens // opened.length)
     if not windows:
         raise DataError(f"{texts[0].name} has {stream.tokens:,} held-out tokens, too few for {opened.length:,}.")
     text = stream.gather(np.arange(windows) * opened.length, opened.length).astype(np.int32)
-    facts = min(FACTS, opened.length // TOKENS_OF_FACT)
-    asked = passkey_sequences(text, facts, open_mixture(opened.data).tokenizer, seed=-1)  # suites have others
+    count = min(PASSKEYS, opened.length // TOKENS_EACH)
+    asked = passkey_sequences(text, count, open_mixture(opened.data).tokenizer, seed=-1)  # suites have others
     weights = np.zeros(text.shape, np.float32)
     for counted, at, question in zip(weights, asked.at, asked.question, strict=True):
         counted[at[question >= 0]] = 1

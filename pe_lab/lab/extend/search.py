@@ -143,7 +143,7 @@ class Candidate:
 
 
 @dataclass
-class Search:
+class DivisorSearch:
     """A search, with all candidates that were measured, in order.
 
     Its history is a file of JSON lines, with which a search that was stopped goes on: it ends as one that was not.
@@ -312,8 +312,8 @@ def read_history(file: storage.AnyPath, header: dict[str, Any]) -> list[Candidat
         raise DataError(f"'{file}' is damaged. Move it away, and search again.") from None
 
 
-def figure(search: Search) -> LineCharts:
-    """The divisor of each pair of the best candidate against the known ones, and the loss by candidate."""
+def figure(search: DivisorSearch) -> LineCharts:
+    """The divisor of each pair of the best candidate, against those of the known methods."""
     pairs = np.arange(len(search.space.inv_freq), dtype=np.float64)
     best = search.best
     lines = [Line(name, pairs, divisors) for name, divisors in search.space.known().items()]
@@ -376,7 +376,7 @@ def search_checkpoint(
     sequences: int = 4,
     monotone: bool = True,
     show: Callable[[str], None] = print,
-) -> tuple[Search, Objective]:
+) -> tuple[DivisorSearch, Objective]:
     """Searches the divisors of a checkpoint for sequences of `length` tokens.
 
     Args:
@@ -385,7 +385,7 @@ def search_checkpoint(
       sequences: of each part of the objective.
 
     Raises:
-      UserError: see `search_space`, `make_objective` and `Search.run`.
+      UserError: see `search_space`, `make_objective` and `DivisorSearch.run`.
     """
     space = search_space(subject, length, monotone)
     forward = Forward(complete(subject.checkpoint.model), tensor=tensor_shards(subject.lm.mesh))
@@ -399,7 +399,7 @@ def search_checkpoint(
         layers = [with_scaling(subject.lm.layers, space.table(one), space.training_length) for one in population]
         return [float(one) for one in measured.losses(forward, params, layers).sum(1)]
 
-    search = Search(space, settings)
+    search = DivisorSearch(space, settings)
     about = {"checkpoint": subject.id, "length": length, "objective": list(names), "data": measured.fingerprint}
     search.run(losses, forward.candidates_at_once(sequences, length), directory / HISTORY, about, show)
     for form in ("svg", "png"):
