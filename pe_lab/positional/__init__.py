@@ -13,6 +13,7 @@ from pe_lab.positional.codec import (
     parse,
     pattern,
     read_with,
+    text_of,
     rescale,
     rnope_swa,
     smollm3,

@@ -24,7 +24,8 @@ def parse(text: str) -> Layer:
 
     NAME is an encoding (rope, partial_rope, nope, alibi, ...), or a scaling (pi, ntk, yarn, ...), which stands for
     RoPE with it: `yarn:factor=2,original_length=1024,base=1e6`. Other encodings name their scaling:
-    `partial_rope:fraction=0.25,scaling=yarn,factor=2,original_length=1024`. Options:
+    `partial_rope:fraction=0.25,scaling=yarn,factor=2,original_length=1024`.
+    A table is its numbers joined by colons: `longrope:long_factor=1:1.2:4,...`. Options:
 
       `/window=512`        a sliding window, in tokens
       `/logit_scale=1.2`   a factor on the logits
@@ -140,7 +141,7 @@ def _number(value: str, text: str, item: str) -> Any:
     if value.lower() in _WORDS:
         return _WORDS[value.lower()]
     try:
-        return float(value)
+        return [float(one) for one in value.split(":")] if ":" in value else float(value)
     except ValueError:
         raise ConfigError(f"'{text}': '{item}' is not key=number.") from None
 
@@ -167,6 +168,49 @@ def numbers_and_ranges(chosen: str, where: str) -> list[int]:
 _DESCRIPTIONS = {"": Layer, "bands": Bands, "uniform": Uniform, "pattern": Pattern, "drop": Drop, "rescale": Rescale}
 for _name, _kind in {**_DESCRIPTIONS, **SCALINGS}.items():
     register_kind(_name, _kind)
+
+
+def text_of(layers: Sequence[Layer]) -> str:
+    """The text that `layers` and `read_with` read as these layers, with all digits.
+
+    Raises:
+      ConfigError: a layer with something that has no text, such as a band of a head.
+    """
+    texts = [_text(layer) for layer in layers]
+    return texts[0] if len(set(texts)) == 1 else "+".join(texts)
+
+
+def _text(layer: Layer) -> str:
+    text = _text_of_kind(layer.encoding)
+    if layer.window:
+        text += f"/window={layer.window}"
+    if isinstance(layer.logit_scale, Beta):
+        text += f"/beta={layer.logit_scale.coefficient!r}@{layer.logit_scale.original_length}"
+    elif layer.logit_scale != 1:
+        text += f"/logit_scale={float(layer.logit_scale)!r}"
+    text += "".join(f"/heads={ranges(edit.heads)}:{_text_of_kind(edit.to)}" for edit in layer.heads)
+    return text + "".join(f"/with={_text_of_kind(extra)}" for extra in layer.extras)
+
+
+def _text_of_kind(kind: Any) -> str:
+    """The text of an encoding, with its scaling: `rope:base=10000.0,scaling=yarn,factor=2.0,original_length=1024`."""
+    if type(kind) not in ENCODINGS.values():
+        raise ConfigError(f"{kind_name(type(kind))} has no text; describe it as an object, in Python or as JSON.")
+    values = {f.name: getattr(kind, f.name) for f in dataclasses.fields(kind) if getattr(kind, f.name) != f.default}
+    scaling = values.pop("scaling", None)
+    if scaling is not None:
+        name = kind_name(type(scaling))
+        values |= {"scaling": name} | {f.name: getattr(scaling, f.name) for f in dataclasses.fields(scaling)}
+    settings = ",".join(f"{name}={_text_of_value(value)}" for name, value in values.items() if value is not None)
+    return f"{kind_name(type(kind))}:{settings}" if settings else kind_name(type(kind))
+
+
+def _text_of_value(value: Any) -> str:
+    if isinstance(value, tuple | list) and len(value) > 1 and all(isinstance(one, int | float) for one in value):
+        return ":".join(repr(float(one)) for one in value)
+    if not isinstance(value, str | bool | int | float):
+        raise ConfigError(f"{value!r} has no text; describe the encoding as an object, in Python or as JSON.")
+    return value if isinstance(value, str) else repr(value)
 
 
 def label(layer: Layer) -> str:

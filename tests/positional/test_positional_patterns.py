@@ -36,6 +36,7 @@ from pe_lab.positional import (
     rnope_swa,
     smollm3,
     swan,
+    text_of,
 )
 from pe_lab.positional.notebook import NotebookYarn
 
@@ -330,3 +331,28 @@ def test_a_config_names_what_is_wrong_with_a_description():
         from_dict(PhaseConfig, {"positional": {"kind": "rescale", "scalin": {"kind": "pi", "factor": 2}}})
     with pytest.raises(UserError, match="qk_norm_init is 'one'. Did you mean 'ones'"):
         from_dict(PhaseConfig, {"qk_norm_init": "one"})
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        "rope",
+        "rope:base=500000,fraction=0.75/window=512/beta=0.1@2048",
+        "yarn:factor=4,original_length=1024,base=1e6,truncate=false",
+        "partial_rope:fraction=0.5,scaling=pi,factor=3.1",
+        "longrope:short_factor=1:1:1:1,long_factor=1:1.25:2.7:4.0001,original_length=64,factor=4/logit_scale=1.017",
+        "nope+rope/heads=0-1,3:nope+alibi/with=t5+rope/with=llama4_temperature:floor_scale=16/with=sink",
+        "clipped_rope:original_length=64",
+    ],
+)
+def test_layers_have_a_text_that_reads_as_them(described):
+    """Both as a config reads it, and as surgery and evaluation do."""
+    before = layers(described, 4)
+    text = text_of(before)
+    assert layers(text, 4) == before
+    assert read_with(text, layers("rope:base=7", 4), 99) == before
+
+
+def test_what_has_no_text_is_refused():
+    with pytest.raises(UserError, match="bands has no text; describe it as an object"):
+        text_of([Layer(Rope(), heads=(HeadEdit((0,), Bands(0.1)),))])
