@@ -107,6 +107,7 @@ class SourceConfig:
     template: str = field(default="", metadata=OMIT_DEFAULT)  # the text, of several columns: "{title}\n\n{meta.text}"
     chat: str = field(default="", metadata=OMIT_DEFAULT)  # a column of messages, or prompt/completion, or instruction
     name: str = ""  # in logs, and in `weights` and `epochs` of a phase; "": that of its `source`
+    min_tokens: int = field(default=0, metadata={"bounds": (0, INT32), **OMIT_DEFAULT})  # of documents, EOS included
     epochs: float = number(0.0, 0, 10**6)  # passes that a phase may make over it; 0: any number
     when_dry: Literal["error", "repeat"] = "error"  # where a phase needs more than `epochs`
 
@@ -336,7 +337,6 @@ class Config:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The codec: frozen dataclasses from nested dicts, checking keys, types and bounds
-
 
 # Keys of other training stacks, for the hint about an unknown key.
 _ALIASES = {

@@ -1,5 +1,6 @@
 """Prepared shards and their windows: every token once, no held-out document in training, no partial directory."""
 
+import itertools
 import json
 import platform
 import shutil
@@ -359,3 +360,31 @@ def test_a_directory_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(UserError, match="cannot be written"):
         ensure_prepared(jsonl(tmp_path / "c.jsonl", DOCUMENTS), ByteTokenizer(), "bytes", tmp_path / "file", 0.1)
+
+
+@pytest.mark.parametrize("least", [1, 60, 80])
+def test_long_documents_are_a_stream_of_their_own(tmp_path, small_shards, least):
+    """Equal to the documents of that size one after another, for every read: within, across and at the ends of them."""
+    opened = open_prepared(prepared(tmp_path))
+    stream = opened.streams["train"]
+    documents = [stream.read(a, b) for a, b in itertools.pairwise([0, *stream.ends.tolist()])]
+    kept = [document for document in documents if len(document) >= least]
+    assert len(kept) == len(documents) if least == 1 else 2 < len(kept) < len(documents)
+    long = opened.of_long_documents(least)
+    mine, whole = long.streams["train"], np.concatenate(kept)
+    assert mine.tokens == len(whole) == long.metadata.tokens["train"]
+    assert mine.ends.tolist() == np.cumsum([len(one) for one in kept]).tolist()
+    np.testing.assert_array_equal(mine.read(0, mine.tokens + 9), whole)
+    rng = np.random.default_rng(0)
+    starts = np.append(rng.integers(0, mine.tokens - 150, 200), [0, mine.ends[0], mine.ends[0] - 1, mine.tokens - 150])
+    for length in (1, 7, 150):
+        np.testing.assert_array_equal(mine.gather(starts, length), whole[starts[:, None] + np.arange(length)])
+    lengths = rng.integers(0, 150, len(starts))
+    pieces = [whole[a : a + n] for a, n in zip(starts, lengths, strict=True)]
+    np.testing.assert_array_equal(mine.gather_pieces(starts, lengths), np.concatenate(pieces))
+    assert long.metadata.fingerprint != opened.metadata.fingerprint
+
+
+def test_a_corpus_without_long_documents_is_refused(tmp_path):
+    with pytest.raises(UserError, match="no document has 9,999 tokens; the longest of .* has"):
+        open_prepared(prepared(tmp_path)).of_long_documents(9999)

@@ -156,6 +156,8 @@ def open_mixture(config: DataConfig, process_index: int = 0, vocab_size: int = 0
         prepared[i] = open_prepared(directory)
     for i, opened in prepared.items():
         _check_prepared(configs[i], opened, tokenizer)
+        if configs[i].min_tokens:
+            prepared[i] = opened.of_long_documents(configs[i].min_tokens)
     offsets, needed = place_symbols(options, tokenizer.vocab_size)
     # Ids beyond the tokenizer's would be symbols of needles.
     ids_below = tokenizer.vocab_size if options else vocab_size or needed

@@ -20,7 +20,7 @@ import json
 import re
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -328,6 +328,47 @@ class TokenStream:
         return local_copy(self._directory / shard.file, check)
 
 
+class LongDocuments:
+    """The documents of a `TokenStream` of at least `min_tokens` tokens, EOS included, as a stream of their own."""
+
+    def __init__(self, stream: TokenStream, min_tokens: int):
+        self._stream, self.has_loss = stream, stream.has_loss
+        sizes = np.diff(stream.ends, prepend=0)
+        kept = sizes >= min_tokens
+        self.ends: Int64[np.ndarray, " documents"] = np.cumsum(sizes[kept])
+        self.tokens = int(self.ends[-1]) if len(self.ends) else 0
+        self._shift = (stream.ends - sizes)[kept] - (self.ends - sizes[kept])  # of each document's places
+
+    def gather(self, starts: Int[np.ndarray, " n"], length: int) -> UInt[np.ndarray, "n length"]:
+        """As `TokenStream.gather`."""
+        return self.gather_pieces(starts, np.full(len(starts), length)).reshape(len(starts), length)
+
+    def read(self, start: int, stop: int) -> UInt[np.ndarray, " n"]:
+        """As `TokenStream.read`."""
+        stop = min(stop, self.tokens)
+        some = np.arange(start < stop)  # none or one
+        return self.gather_pieces(start + some, stop - start + some)
+
+    def gather_pieces(
+        self, starts: Int[np.ndarray, " n"], lengths: Int[np.ndarray, " n"]
+    ) -> UInt[np.ndarray, " tokens"]:
+        """As `TokenStream.gather_pieces`; a piece may reach over several documents."""
+        starts, stops = np.asarray(starts, np.int64), np.asarray(starts, np.int64) + lengths
+        first = np.searchsorted(self.ends, starts, side="right")
+        parts = np.maximum(np.searchsorted(self.ends, stops) - first + 1, 1)  # documents that each piece reaches over
+        which = np.repeat(np.arange(len(starts)), parts)
+        document = np.minimum(
+            np.arange(len(which)) + (first - (np.cumsum(parts) - parts))[which], max(len(self.ends) - 1, 0)
+        )
+        begins = np.maximum(starts[which], np.append(0, self.ends)[document])
+        lengths = np.minimum(stops[which], self.ends[document]) - begins
+        return self._stream.gather_pieces(begins + self._shift[document], np.maximum(lengths, 0))
+
+    def loss(self, places: Int64[np.ndarray, "*shape"]) -> Bool[np.ndarray, "*shape"]:
+        """As `TokenStream.loss`."""
+        return self._stream.loss(places + self._shift[np.searchsorted(self.ends, places, side="right")])
+
+
 @dataclass(frozen=True)
 class Prepared:
     """An open prepared directory."""
@@ -335,7 +376,25 @@ class Prepared:
     directory: AnyPath
     metadata: Metadata
     tokenizer: Tokenizer
-    streams: Mapping[str, TokenStream]
+    streams: Mapping[str, TokenStream | LongDocuments]
+
+    def of_long_documents(self, min_tokens: int) -> Prepared:
+        """The same without documents of fewer than `min_tokens` tokens; `DataError` where none is left to train on."""
+        streams = {split: LongDocuments(stream, min_tokens) for split, stream in self.streams.items()}
+        if not streams["train"].tokens:
+            longest = int(np.diff(self.streams["train"].ends, prepend=0).max(initial=0))
+            count = self.metadata.documents["train"]
+            raise DataError(
+                f"{self.directory}: no document has {min_tokens:,} tokens; the longest of {count:,} has {longest:,}. "
+                "Give data with longer documents, or a smaller min_tokens."
+            )
+        metadata = replace(
+            self.metadata,
+            content=f"{self.metadata.content}-from-{min_tokens}",
+            documents={split: len(stream.ends) for split, stream in streams.items()},
+            tokens={split: stream.tokens for split, stream in streams.items()},
+        )
+        return replace(self, metadata=metadata, streams=streams)
 
     def tokens(self, split: str, start: int, stop: int) -> Int32[np.ndarray, " n"]:
         """The tokens start..stop - 1 of a split."""

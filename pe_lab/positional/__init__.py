@@ -13,11 +13,11 @@ from pe_lab.positional.codec import (
     parse,
     pattern,
     read_with,
-    text_of,
     rescale,
     rnope_swa,
     smollm3,
     swan,
+    text_of,
 )
 from pe_lab.positional.denoising import (
     DOPE,

@@ -75,6 +75,7 @@ def score(predicted: Int[np.ndarray, "n Q"], asked: NeedleQuestions) -> dict[str
         "windows": len(right),
         # NeedleQuestions of one window share its needles and filler: windows, not questions, are independent.
         "stderr": standard_error((right - accuracy).sum(1), float(right.size)),
+        "accuracy_by_window": right.mean(1).tolist(),
         "accuracy_by_distance": {"edges": edges, "accuracy": by_distance, "count": distance_count},
         # Bins of equal width; `depth` has their centres, per cent of the window.
         "by_depth": {
@@ -101,7 +102,7 @@ class NeedleSettings:
 class Needles(TokenSuite):
     name = "needles"
     title = "Needle accuracy"
-    protocol = 2  # since 2 also by depth
+    protocol = 3  # since 2 also by depth, since 3 by window
     metrics = (SuiteMetric("accuracy", "accuracy", unit="%", interval="wilson"),)
     judged = by_default = True
     settings = NeedleSettings

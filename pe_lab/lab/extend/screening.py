@@ -1,0 +1,130 @@
+"""Methods compared on a checkpoint without training: every method with the logit scale that fits it best."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pe_lab.config import DataConfig
+from pe_lab.data.mixture import open_mixture
+from pe_lab.evaluation.measure import Evaluation, EvaluationPlan
+from pe_lab.evaluation.variants import Subject
+from pe_lab.lab.extend.methods import YARN, Chosen
+from pe_lab.lab.extend.numbers import MEASURES, At, Number, Numbers, difference, numbers_of
+from pe_lab.results.records import Record
+from pe_lab.results.statistics import Difference
+from pe_lab.storage import AnyPath
+
+
+@dataclass(frozen=True)
+class Screening:
+    """The numbers of methods at several lengths, without training.
+
+    Attributes:
+      numbers: {key of a method: its numbers}.
+      scales: {key: {length: the fitted logit scale}}.
+      target, trained: lengths in tokens.
+    """
+
+    numbers: Mapping[str, Numbers]
+    scales: Mapping[str, Mapping[int, float]]
+    target: int
+    trained: int
+
+    @property
+    def deciding(self) -> str:
+        """The measure that ranks methods: the loss on tokens that need a far context."""
+        return "long_range"
+
+    def against(self, key: str, baseline: str, at: At) -> Difference | None:
+        """The difference of a method from another one, in pairs."""
+        one, other = self.numbers[key].get(at), self.numbers.get(baseline, {}).get(at)
+        return None if one is None or other is None else difference(one, other, at.measure)
+
+    def ranked(self) -> list[str]:
+        """The methods, the best first, by the deciding measure at the target."""
+        at = At(self.deciding, self.target)
+        known = [key for key, numbers in self.numbers.items() if at in numbers]
+        return sorted(known, key=lambda key: self.numbers[key][at].mean)
+
+
+def suites_for(data: DataConfig) -> tuple[str, ...]:
+    """The suites of a screening: documents, and the needles that the model was trained with, or passkeys in text."""
+    symbols = any(source.needles is not None for source in open_mixture(data).sources)
+    return ("long_range", "needles" if symbols else "passkeys")
+
+
+def screen(
+    subject: Subject,
+    data: DataConfig,
+    chosen: Sequence[Chosen],
+    lengths: Sequence[int],
+    directory: AnyPath,
+    options: Mapping[str, Any],
+    seed: int = 0,
+) -> Screening:
+    """Measures methods on held-out data at several lengths, the last of which is the target.
+
+    The records are those of `pe_lab.evaluate --positional=NAME:ENCODING --fit-scale`; what `directory` has of them is
+    not measured again.
+
+    Raises:
+      UserError: as `Evaluation`.
+    """
+    descriptions = tuple(f"{one.name}:{one.text}" for one in chosen)
+    plan = EvaluationPlan(
+        tuple(lengths), suites_for(data), descriptions=descriptions, options=options, seed=seed, fit_scale=True
+    )
+    evaluation = Evaluation([subject], data, plan, directory)
+    return collect(chosen, evaluation.run(), max(lengths), subject.training_length)
+
+
+def collect(chosen: Sequence[Chosen], records: Sequence[Record], target: int, trained: int) -> Screening:
+    """The screening that records say."""
+    by_variant: dict[str, list[Record]] = {}
+    for record in records:
+        by_variant.setdefault(str(record["variant"]), []).append(record)
+    mine = {one.key: by_variant.get(f"{one.text} + beta", []) for one in chosen}
+    scales = {
+        key: {int(one["length"]): float(one["beta"]) for one in found if "beta" in one} for key, found in mine.items()
+    }
+    return Screening({key: numbers_of(found) for key, found in mine.items()}, scales, target, trained)
+
+
+def columns(screening: Screening, measures: Sequence[str] = tuple(MEASURES)) -> list[At]:
+    """What was measured of any method: by measure, then by length."""
+    known = {at for numbers in screening.numbers.values() for at in numbers}
+    return sorted(
+        (at for at in known if at.measure in measures), key=lambda at: (measures.index(at.measure), at.length)
+    )
+
+
+def text_rows(screening: Screening, names: Mapping[str, str]) -> tuple[list[str], list[list[str]]]:
+    """The table of a screening as texts: a method a row, the best first, each with its difference from YaRN."""
+    shown = columns(screening, ("long_range", "text", "needles", "passkeys"))
+    target = At(screening.deciding, screening.target)
+    header = ["method", "β", "against YaRN"]
+    header += [f"{MEASURES[at.measure].title} {at.length / screening.trained:g}x" for at in shown]
+    rows = []
+    for key in screening.ranked():
+        numbers = screening.numbers[key]
+        found = screening.against(key, YARN, target) if key != YARN else None
+        scale = screening.scales[key].get(screening.target)
+        rows.append(
+            [names[key], "" if scale is None else f"{scale:.2f}", "" if found is None else shown_difference(found)]
+            + [shown_number(numbers.get(at), at.measure) for at in shown]
+        )
+    return header, rows
+
+
+def shown_number(number: Number | None, measure: str) -> str:
+    """A number in a table; "" for none."""
+    if number is None:
+        return ""
+    return f"{number.mean:.3f}" if MEASURES[measure].lower else f"{100 * number.mean:.1f}%"
+
+
+def shown_difference(found: Difference) -> str:
+    """A difference of losses with its interval."""
+    return f"{found.mean:+.3f} ({found.low:+.3f} to {found.high:+.3f})"
