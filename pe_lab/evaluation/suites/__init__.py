@@ -13,6 +13,7 @@ from pe_lab.evaluation.generation.tasks import PromptTask
 from pe_lab.evaluation.suite import PromptSuite, Suite, options_of, read_settings
 from pe_lab.evaluation.suites import (
     documents,
+    helmet,
     lm_eval,
     logit_scale,
     longbench,
@@ -26,7 +27,7 @@ from pe_lab.storage import at_home
 
 SUITES: dict[str, Suite] = {
     module.SUITE.name: module.SUITE
-    for module in (perplexity, needles, logit_scale, documents, niah, ruler, longbench, many_shot, lm_eval)
+    for module in (perplexity, needles, logit_scale, documents, niah, ruler, longbench, helmet, many_shot, lm_eval)
 }
 AVERAGED = {name: suite.average_of for name, suite in SUITES.items() if suite.average_of is not None}
 _OWN = re.compile(r"(.+\.py):(\w+)(?::(.*))?")  # FILE.py:SUITE, or FILE.py:SUITE:TASK
