@@ -1,6 +1,6 @@
 """Small files in the schemas of public benchmarks, with generated contents, to run every suite without a network.
 
-    python tests/small_benchmarks.py DIR     # DIR/longbench, DIR/qa, DIR/problems.jsonl, DIR/helmet, DIR/lm_eval
+    python tests/small_benchmarks.py DIR     # DIR/longbench, qa, problems.jsonl, helmet, nolima and lm_eval
 
 They measure nothing; docs/evaluation.md says where to get the originals.
 """
@@ -196,6 +196,47 @@ def write_labelled(folder: Path, split: str, columns: dict[str, int], rng: rando
     pyarrow.parquet.write_table(pyarrow.table(table), folder / split / "0000.parquet")
 
 
+def write_nolima(directory: Path) -> None:
+    """Two needle sets and two books, in the layout of a clone of NoLiMa with its data."""
+    entries = [
+        {
+            "id": "0007",
+            "reasoning_type": "world_knowledge",
+            "system_prompt": "",
+            "task_template": "A part of a book:\n\n{haystack}\n\nQuestion: {question}\nAnswer in one word.",
+            "needle": "That year {CHAR} moved to a flat opposite {1}.",
+            "questions": {"onehop": "Who has been to {2}?", "twohop": "Who, of {2}, has been to {3}?"},
+            "character_set": ["Ada", "Boris", "Chen", "Dora"],
+            "tests": {
+                "T01": {"input_args": ["the Azulejo tower", "Porto", "Portugal"]},
+                "T02": {"input_args": ["the Clock hill", "Graz", "Austria"]},
+            },
+        },
+        {
+            "id": "0012Inv",
+            "reasoning_type": "commonsense",
+            "system_prompt": "",
+            "task_template": "{haystack}\n\n{question}",
+            "needle": "At {1} the bell of {2} was heard.",
+            "questions": {"onehop": "Where was a bell?"},
+            "tests": {"T01": {"input_args": ["dawn", "Riga"], "gold_answers": ["Riga", "Latvia"]}},
+        },
+    ]
+    without = {name: value for name, value in entries[0].items() if name != "task_template"}
+    for name, found in (("needle_set", entries), ("needle_set_hard", [without])):
+        file = directory / f"data/needlesets/{name}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(found), encoding="utf-8")
+    script = directory / "evaluation/run_tests.py"
+    script.parent.mkdir(parents=True, exist_ok=True)
+    script.write_text('DEFAULT_TASK_TEMPLATE = "Book:\\n{haystack}\\nQuestion: {question}"\n', encoding="utf-8")
+    for number in (1, 2):
+        rng = random.Random(f"nolima/{number}")
+        book = directory / f"data/haystack/rand_shuffle/rand_book_{number}.txt"
+        book.parent.mkdir(parents=True, exist_ok=True)
+        book.write_text("\n".join(story(rng, rng.randint(1, 4))[0] for _ in range(40)), encoding="utf-8")
+
+
 def write_all(directory: Path, tasks: list[str], records: int = 2) -> None:
     """All files, below a directory."""
     (directory / "longbench").mkdir(parents=True, exist_ok=True)
@@ -206,6 +247,7 @@ def write_all(directory: Path, tasks: list[str], records: int = 2) -> None:
     (directory / "qa" / "dev-v2.0.json").write_text(json.dumps(squad(30)))
     (directory / "qa" / "hotpot_dev_distractor_v1.json").write_text(json.dumps(hotpot(60)))
     write_helmet(directory / "helmet")
+    write_nolima(directory / "nolima")
     (directory / "problems.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems(200)))
 
 

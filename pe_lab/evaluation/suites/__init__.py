@@ -20,6 +20,7 @@ from pe_lab.evaluation.suites import (
     many_shot,
     needles,
     niah,
+    nolima,
     perplexity,
     ruler,
 )
@@ -27,7 +28,19 @@ from pe_lab.storage import at_home
 
 SUITES: dict[str, Suite] = {
     module.SUITE.name: module.SUITE
-    for module in (perplexity, needles, logit_scale, documents, niah, ruler, longbench, helmet, many_shot, lm_eval)
+    for module in (
+        perplexity,
+        needles,
+        logit_scale,
+        documents,
+        niah,
+        ruler,
+        longbench,
+        helmet,
+        nolima,
+        many_shot,
+        lm_eval,
+    )
 }
 AVERAGED = {name: suite.average_of for name, suite in SUITES.items() if suite.average_of is not None}
 _OWN = re.compile(r"(.+\.py):(\w+)(?::(.*))?")  # FILE.py:SUITE, or FILE.py:SUITE:TASK
