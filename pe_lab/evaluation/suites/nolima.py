@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from pe_lab.data.tokenizers import Tokenizer
-from pe_lab.errors import ConfigError, DataError
+from pe_lab.errors import ConfigError, DataError, UserError
 from pe_lab.evaluation.generation.tasks import Lazy, Sample, Scores, random_for
 from pe_lab.evaluation.suite import PromptSuite, SuiteMetric, option
 from pe_lab.evaluation.suites.longbench import CHAT
@@ -196,9 +196,9 @@ def read_tests(path: Path, folder: Path) -> list[NeedleTest]:
     Raises:
       DataError: the file is missing or damaged, or nothing has the template of its prompts.
     """
-    tests = []
+    tests, entries = [], read_json(path, ADVICE, kind=list)
     try:
-        for entry in read_json(path, ADVICE, kind=list):
+        for entry in entries:
             template = entry["task_template"] if "task_template" in entry else default_template(folder)
             for kind, question in entry["questions"].items():
                 for test, of_test in entry["tests"].items():
@@ -218,7 +218,9 @@ def read_tests(path: Path, folder: Path) -> list[NeedleTest]:
                         )
                     )
                     if not (tests[-1].names if "{CHAR}" in needle else tests[-1].answers):
-                        raise ValueError(f"{tests[-1].name} has no right answer")
+                        raise DataError(f"{path}: {tests[-1].name} has no right answer. {ADVICE}")
+    except UserError:
+        raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"{path} is no needle set of NoLiMa ({error!r}). {ADVICE}") from error
     if not tests:
