@@ -122,11 +122,13 @@ def test_the_harness_scores_as_the_originals_but_for_known_answers():
     assert "transformers" not in sys.modules or sys.modules["transformers"].__spec__ is not None
     from lm_eval.tasks._yaml_loader import load_yaml
 
+    tasks = {task for task, *_ in GOLDEN["scores"]}
+    files = {task: tasks_folder(task.split("_")[0]) / f"{task}.yaml" for task in tasks}
+    scorers = {task: load_yaml(file, resolve_func=True)["process_results"] for task, file in files.items()}
     different = {}
     for task, record, output, score in GOLDEN["scores"]:
-        scorer = load_yaml(tasks_folder(task.split("_")[0]) / f"{task}.yaml", resolve_func=True)["process_results"]
         as_texts = record | {"answer": [str(answer) for answer in record.get("answer", [])]}
-        (given,) = scorer(as_texts, [output]).values()
+        (given,) = scorers[task](as_texts, [output]).values()
         if given != pytest.approx(score, abs=1e-6):
             different[task, output] = given
     assert different == DIFFERENT
@@ -183,6 +185,22 @@ def test_a_context_keeps_its_halves_as_in_the_original():
             halves = tokens[: limit // 2] + tokens[-limit // 2 :] if size > limit else tokens
             assert cut_context(tokens, limit, "middle") == halves
             assert cut_context(tokens, limit, "left") == tokens[-limit:]
+
+
+def test_any_dataset_of_the_hub_may_be_in_the_folder(data, tmp_path, monkeypatch):
+    """Tasks over files of their own are not touched."""
+    for split in ("a", "json"):
+        write(data / f"someone/{split}/{split}.jsonl", json.dumps({"question": "who?", "answer": split}) + "\n")
+    lines = "output_type: generate_until\ntest_split: train\ndoc_to_text: '{{question}}'\ndoc_to_target: '{{answer}}'\n"
+    write(tmp_path / "tasks/far.yaml", f"task: far\ndataset_path: someone/a\n{lines}")
+    near = f"dataset_path: json\ndataset_kwargs: {{data_files: {{train: {data}/someone/json/json.jsonl}}}}\n{lines}"
+    write(tmp_path / "tasks/near.yaml", f"task: near\n{near}")
+    monkeypatch.undo()
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    local = LocalDatasets(data)
+    _, opened = open_tasks(["far", "near"], tmp_path / "tasks", local)
+    found = {name: [document["answer"] for document in tasks[0].test_docs()] for name, tasks in opened.items()}
+    assert found == {"far": ["a"], "near": ["json"]} and set(local.used) == {"someone/a"}
 
 
 def test_other_data_is_measured_again(data, tmp_path, asked):

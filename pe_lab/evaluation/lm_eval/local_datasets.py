@@ -126,7 +126,8 @@ class LocalDatasets:
                 return self._infinitebench(original)
             if path == LONGBENCH_2_COPY and (folder := self.find(*LONGBENCH_2)):
                 return self._longbench_2(folder, str(name))
-            return original(str(self.find(path) or path), name, **more)
+            of_the_hub = path.count("/") == 1  # not a format, nor a folder that a task names
+            return original(str((of_the_hub and self.find(path)) or path), name, **more)
 
         datasets.load_dataset = load
         try:

@@ -183,7 +183,7 @@ def _open(manager: Any, name: str, data: LocalDatasets, length: str | None) -> l
     entry = manager.task_index[name]
     try:
         if name.startswith("babilong"):
-            import_functions(manager.task_index["babilong_qa1"].yaml_path)
+            import_functions(manager.task_index.get("babilong_qa1", entry).yaml_path)
         with data.opened(length):
             loaded = manager.load([name])
     except Exception as error:  # datasets, the hub and a task's own code raise their own errors
