@@ -2,11 +2,12 @@
 
 import hashlib
 import json
+import random
 from pathlib import Path
 
 import pytest
 import tiny
-from small_benchmarks import write_helmet
+from small_benchmarks import write_helmet, write_labelled
 
 from pe_lab.config import DataConfig
 from pe_lab.data.tokenizers import ByteTokenizer
@@ -110,6 +111,20 @@ def test_what_is_missing_is_named(directory, tmp_path):
     file = tmp_path / "data/json_kv/test_k105_dep6.jsonl"
     file.write_text('{"question": "a"}\n')
     refused("record 1, has no texts context, question", tmp_path, "json_kv")
+    file.write_text('{"question": "\\ud800", "context": ""}\n')
+    refused("record 1, has half of a surrogate pair", tmp_path, "json_kv")
+    file.write_text('{"question": "a", "context": "b"}\n')
+    with pytest.raises(UserError, match="the record of sample 0 for 8,192 tokens in .* is damaged .KeyError"):
+        one(tmp_path, "json_kv").samples(ByteTokenizer(), 8192, 3, 42)[0]
+    write_helmet(tmp_path)
+    file = tmp_path / "data/kilt/popqa_test_1000_k50_dep6.jsonl"
+    file.write_text(file.read_text().replace("s_pop", "pop"))
+    refused("a file for 8,192 tokens in .* is damaged .KeyError", tmp_path, "popqa")
+    write_labelled(tmp_path / "data/PolyAI/banking77/default", "test", {"label": 700}, random.Random(0))
+    refused("a text of test has no label of 77. Download it: hf download PolyAI/banking77", tmp_path, "banking77")
+    (tmp_path / "data/PolyAI/banking77/default/test/0000.parquet").write_bytes(b"no")
+    refused("0000.parquet cannot be read", tmp_path, "banking77")
+    file = tmp_path / "data/json_kv/test_k105_dep6.jsonl"
     file.write_text("")
     refused("no record in .* for 8,192 tokens", tmp_path, "json_kv")
 

@@ -117,11 +117,14 @@ def test_what_is_missing_is_named(directory, tmp_path):
         ("[{}]", "is no needle set of NoLiMa .KeyError"),
         ("[]", "has no tests"),
         ("{", "damaged"),
+        (needles.read_text().replace("{haystack}", "{book}"), "is no needle set of NoLiMa .KeyError"),
         (needles.read_text().replace('"gold_answers"', '"gold"'), "0012Inv_T01_onehop has no right answer"),
     ):
         needles.write_text(content)
         refused(message, tmp_path)
     write_nolima(tmp_path)
+    (tmp_path / "data/haystack/rand_shuffle/rand_book_1.txt").write_bytes(b"\xff")
+    refused("rand_book_1.txt cannot be read", tmp_path)
     shutil.rmtree(tmp_path / "data/haystack")
     refused("has no books", tmp_path)
 

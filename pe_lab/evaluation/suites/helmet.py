@@ -6,11 +6,12 @@ Tasks, files, prompts, draws and scores are those of princeton-nlp/HELMET: confi
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,8 +20,8 @@ import numpy as np
 from jaxtyping import Int32
 
 from pe_lab.data.tokenizers import Tokenizer
-from pe_lab.errors import ConfigError, DataError
-from pe_lab.evaluation.generation.tasks import Lazy, Sample, Scores
+from pe_lab.errors import ConfigError, DataError, UserError
+from pe_lab.evaluation.generation.tasks import Lazy, Sample, Scores, half_pair
 from pe_lab.evaluation.scoring import metrics
 from pe_lab.evaluation.suite import PromptSuite, SuiteMetric, option
 from pe_lab.evaluation.suites.longbench import CHAT
@@ -106,10 +107,29 @@ class HelmetTask:
             raise ConfigError(
                 f"helmet:{self.name} has the lengths {known}; {length:,} is asked for. Give --lengths=8k."
             )
-        number, make = self.examples(length, count, seed)
+        with self._damaged(f"a file for {length:,} tokens"):
+            number, make = self.examples(length, count, seed)
         if not number:
             raise DataError(f"helmet:{self.name} has no record in {self.directory} for {length:,} tokens. {ADVICE}")
-        return Lazy(lambda index: self._sample(tokenizer, index, length, make(index)), number)
+
+        def sample(index: int) -> Sample:
+            with self._damaged(f"the record of sample {index} for {length:,} tokens"):
+                example = make(index)
+            return self._sample(tokenizer, index, length, example)
+
+        return Lazy(sample, number)
+
+    @contextlib.contextmanager
+    def _damaged(self, what: str) -> Iterator[None]:
+        """Turns what a record lacks into a `DataError`."""
+        try:
+            yield
+        except UserError:
+            raise
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise DataError(
+                f"helmet:{self.name}: {what} in {self.directory} is damaged ({error!r}). {ADVICE}"
+            ) from error
 
     def score(self, sample: Sample, output: str) -> Scores:
         """The metric of the answer; without a chat format the output is read behind the beginning of the answer."""
@@ -303,8 +323,7 @@ class HelmetIcl(HelmetTask):
 
     def advice(self) -> str:
         name, revision = self._about.dataset, self._about.revision
-        download = f"hf download {name} --repo-type=dataset{revision} --local-dir=DIR/{name}"
-        return f"Download it ({download}), and give --helmet=DIR."
+        return f"Download it: hf download {name} --repo-type=dataset{revision} --local-dir={self.directory / name}"
 
     def examples(self, length: int, count: int, seed: int) -> tuple[int, Callable[[int], Example]]:
         about, shots = self._about, self._about.shots[LENGTHS.index(length)]
@@ -340,6 +359,10 @@ class HelmetIcl(HelmetTask):
             if len(columns) < 2:
                 raise DataError(f"{path} has no columns text and {about.label}. {self.advice()}")
             found += zip(columns["text"], columns[about.label], strict=True)
+        if not all(isinstance(text, str) and 0 <= label < about.labels for text, label in found):
+            raise DataError(
+                f"{self.directory / about.dataset}: a text of {split} has no label of {about.labels}. {self.advice()}"
+            )
         if not found:
             raise DataError(f"{self.directory / about.dataset} has no texts of {split}. {self.advice()}")
         return found
@@ -434,6 +457,8 @@ class Lines(Sequence[dict[str, Any]]):
         record = json_object(line)
         if record is None or not all(isinstance(record.get(name), str) for name in self._texts):
             raise DataError(f"{self._path}, record {number}, has no texts {', '.join(self._texts)}. {ADVICE}")
+        if half := half_pair([record[name] for name in self._texts]):
+            raise DataError(f"{self._path}, record {number}, has {half}. {ADVICE}")
         return record
 
 

@@ -110,7 +110,12 @@ class NoLiMaTask:
         books = sorted((folder / "haystack" / "rand_shuffle").glob("*.txt"))
         if not books:
             raise DataError(f"{folder / 'haystack' / 'rand_shuffle'} has no books. {ADVICE}")
-        self._texts = {book.stem: book.read_text(encoding="utf-8") for book in books}
+        self._texts = {}
+        for book in books:
+            try:
+                self._texts[book.stem] = book.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise DataError(f"{book} cannot be read ({error}). {ADVICE}") from error
         self._books: dict[tuple[str, str], Book] = {}
         contents = [hashlib.sha256(text.encode()).hexdigest()[:16] for text in self._texts.values()]
         self.settings: Mapping[str, Any] = {
@@ -200,6 +205,7 @@ def read_tests(path: Path, folder: Path) -> list[NeedleTest]:
     try:
         for entry in entries:
             template = entry["task_template"] if "task_template" in entry else default_template(folder)
+            template.format(haystack="", question="")  # raises for other fields
             for kind, question in entry["questions"].items():
                 for test, of_test in entry["tests"].items():
                     needle, asked = entry["needle"], question
