@@ -121,7 +121,7 @@ class HelmetTask:
 
     @contextlib.contextmanager
     def _damaged(self, what: str) -> Iterator[None]:
-        """Turns what a record lacks into a `DataError`."""
+        """Raises a `DataError` for what a record lacks."""
         try:
             yield
         except UserError:
