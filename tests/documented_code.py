@@ -249,6 +249,8 @@ def run(statement: Statement) -> None:
         _succeeds([sys.executable, str(ROOT / arguments[0]), *arguments[1:]])
     elif kind == "pe_lab.evaluation.lm_eval" or "--suite=lm_eval:droPE-six" in arguments:
         check(statement.words)  # its tasks are on the hub; tests/evaluation/test_harness.py runs it on local ones
+    elif any(one.startswith(("--suite=helmet", "--lm-eval-data=")) for one in arguments):
+        check(statement.words)  # at 8,192 tokens, or on datasets of the hub; tests/evaluation runs both on small files
     elif {"--on=slurm", "--on=ray"} & set(arguments):
         check(statement.words)  # there is no cluster; tests/lab/sweeps runs both on stand-ins
     else:

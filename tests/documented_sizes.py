@@ -41,7 +41,7 @@ def quick_training(reference: str) -> list[str]:
 
 # Flags whose values are replaced, by command. Lengths: the stand-in for SmolLM2 was trained at 64 tokens, not 8,192;
 # prompts of needles and few-shot examples need a thousand.
-PROMPTED = "niah|ruler|longbench|many_shot"
+PROMPTED = "niah|ruler|longbench|many_shot|nolima"
 SUITES = {
     "--suite=niah": "--suite=niah:standard",
     "--suite=niah:noisy,clean": "--suite=niah:noisy",

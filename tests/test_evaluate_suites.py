@@ -158,10 +158,14 @@ def test_every_task_of_every_suite_runs_and_the_page_shows_it(run, tmp_path):
             f"--problems={tmp_path}/small/problems.jsonl", "--samples=1", "--max-new-tokens=8", "--buffer=100",
             f"--ruler-files={tmp_path}/files", f"--lm-eval-tasks={tmp_path}/yaml", "--lengths=3000",
             f"--haystack={tmp_path}/essays.txt"]  # fmt: skip
-    suites = "--suite=niah,ruler,longbench,many_shot,lm_eval:local_choices,local_passages,local_questions"
+    argv.append(f"--nolima={tmp_path}/small/nolima")
+    suites = "--suite=niah,ruler,longbench,nolima,many_shot,lm_eval:local_choices,local_passages,local_questions"
     printed = finish(start(["pe_lab.evaluate", *argv, suites], tmp_path))
-    assert "cut in the middle" in printed  # two Chinese texts have more bytes than that
-    rows = {name: lines(run / "evaluation" / f"{name}.jsonl") for name in ("niah", "ruler", "longbench", "many_shot")}
+    assert "prompts were cut, as the protocol requires" in printed  # two Chinese texts have more bytes than that
+    rows = {
+        name: lines(run / "evaluation" / f"{name}.jsonl")
+        for name in ("niah", "ruler", "longbench", "nolima", "many_shot")
+    }
     assert {row["source"] for row in rows["ruler"]} == set(RULER)
     assert {row["source"] for row in rows["longbench"]} == set(TASKS)
     assert len(rows["niah"]) == 5 and len(rows["many_shot"]) == 2
@@ -170,5 +174,5 @@ def test_every_task_of_every_suite_runs_and_the_page_shows_it(run, tmp_path):
     assert "mean of 13" in finish(start(["pe_lab.evaluate", f"--predictions={tmp_path}/files"], tmp_path))
     finish(start(["pe_lab.report", str(run)], tmp_path))
     page = (run / "report.html").read_text(encoding="utf-8")
-    for words in ("Needles by depth", "niah multikey 3", "passage retrieval zh", "local passages"):
+    for words in ("Needles by depth", "NoLiMa", "niah multikey 3", "passage retrieval zh", "local passages"):
         assert words in page, words

@@ -288,7 +288,7 @@ class Prompted:
             if record["truncated"]:
                 out.print(
                     f"{record['suite']}:{record['source']}, {record['label']}: {record['truncated']} of "
-                    f"{record['samples']} prompts were cut in the middle, as the protocol requires."
+                    f"{record['samples']} prompts were cut, as the protocol requires."
                 )
         if self.statistics.prompt_tokens:
             out.print(self._describe_cost())

@@ -23,6 +23,7 @@ from pe_lab.evaluation.lm_eval.requests import (
     Journal,
     RequestAnswers,
     Used,
+    cut_context,
     generate,
     generation_batches,
     seed_of,
@@ -45,8 +46,8 @@ class Adapter:
     """The harness's requests, answered by a model. `PeLabLM` is this and the harness's `TemplateLM`.
 
     It answers as the harness's `HFLM` does with the same weights: it adds the tokenizer's own beginning of a text, puts
-    a first token before a text without context, scores whole texts in windows, and cuts a context that is too long
-    from the left. The number of cut contexts is in the log and in the results' config.
+    a first token before a text without context, scores whole texts in windows, and cuts a context that is too long.
+    The number of cut contexts is in the log and in the results' config.
 
     Args:
       pretrained: a model, or what `pe_lab.load` takes.
@@ -60,6 +61,8 @@ class Adapter:
       prefix_token_id: the token before a text without context; by default BOS, or else the end of text.
       seed: of drawn tokens, where a task asks for temperature. The draws of a request depend on the seed and on its
         place among the requests: such requests are answered one by one.
+      truncation: of a context that is too long: `left`, as the harness cuts it, or `middle`, which keeps its first and
+        last halves.
       devices: to score on; by default `compute_devices()`.
 
     Attributes:
@@ -91,6 +94,7 @@ class Adapter:
         add_bos_token: Any = None,
         prefix_token_id: Any = None,
         seed: Any = 0,
+        truncation: Any = "left",
         devices: Sequence[Any] | None = None,
         **others: Any,
     ):
@@ -113,6 +117,7 @@ class Adapter:
             self.max_length = parse_length("max_length", str(max_length), lm.training_length)
         self.max_gen_toks = whole_number("max_gen_toks", max_gen_toks, 1, 2**31 - 1)
         self._seed = whole_number("seed", seed, -(2**31), 2**32 - 1)
+        self.truncation = truncation_of(truncation)
         self._text, self._add_bos = lm.tokenizer, add_bos(add_bos_token, lm.tokenizer)
         self.tokenizer_name = f"pe_lab__{lm.tokenizer.fingerprint}"
         self.eot_token_id = lm.tokenizer.eos_id
@@ -146,6 +151,7 @@ class Adapter:
             "training_length": self.lm.training_length,
             "max_length": self.max_length,
             "truncated": self.truncated,
+            "truncation": self.truncation,
         }
 
     # --------------------------------------------------------------------------------------------------------
@@ -211,7 +217,7 @@ class Adapter:
             # The last token is not read: one more than max_length fits.
             limit = self.max_length + 1 - len(continuation)
             cut += len(context) > limit
-            pairs.append((context[-limit:], continuation))
+            pairs.append((cut_context(context, limit, self.truncation), continuation))
         self._count(cut, len(pairs))
         rolling = bool(requests) and requests[0][0] is None
         answers = RequestAnswers(self.journal, "loglikelihood_rolling" if rolling else "loglikelihood", pairs)
@@ -273,7 +279,7 @@ class Adapter:
             for index in indices:
                 prompt = self.tok_encode(requests[index].args[0]) or [self.prefix_token_id]
                 seed = seed_of(self._seed, index) if sampling.get("temperature") else self._seed
-                asked[index] = HarnessGeneration(prompt, limit, until, new_tokens, sampling, seed)
+                asked[index] = HarnessGeneration(prompt, limit, until, new_tokens, sampling, seed, self.truncation)
             self._count(sum(len(asked[index].prompt) > limit for index in indices), len(indices))
         answers = RequestAnswers(self.journal, "generate_until", [asked[index] for index in range(len(requests))])
         texts = [""] * len(requests)
@@ -343,9 +349,12 @@ class Adapter:
         self.truncated += cut
         if cut:
             log.warning(
-                "%d of %d requests are longer than max_length=%d: their contexts were cut from the left, as the "
-                "harness does.", cut, of, self.max_length
-            )  # fmt: skip
+                "%d of %d requests are longer than max_length=%d: their contexts were cut (%s).",
+                cut,
+                of,
+                self.max_length,
+                self.truncation,
+            )
 
 
 def _shortened(key: Any) -> str:
@@ -419,6 +428,12 @@ def sequences_at_once(given: Any) -> int | None:
     if not re.fullmatch("[0-9]{1,9}", str(given)) or int(given) < 1:
         raise ConfigError(f"batch_size is {given}; give a whole number of at least 1, or auto.")
     return int(given)
+
+
+def truncation_of(given: Any) -> str:
+    if given not in ("left", "middle"):
+        raise ConfigError(f"--model_args: truncation is {given!r}; give left or middle.")
+    return given
 
 
 def add_bos(given: Any, tokenizer: Tokenizer) -> bool | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pe_lab.evaluation.lm_eval.adapter import adapter
+from pe_lab.evaluation.lm_eval.local_datasets import CUT_IN_THE_MIDDLE, LocalDatasets, split_length
 from pe_lab.evaluation.lm_eval.requests import Journal, Used
 from pe_lab.evaluation.lm_eval.task_lists import TASK_LISTS, expand_tasks, folder_digest, harness_version, open_tasks
 from pe_lab.evaluation.progress import describe_speed
@@ -41,8 +42,7 @@ class Harness:
 
     Args:
       names: of tasks, and of `TASK_LISTS`; none: DroPE's six.
-      max_length: tokens to which the harness cuts contexts from the left; None: the training length. It is never more
-        than a variant's `crop`.
+      max_length: tokens to which contexts are cut; None: the training length. It is never more than a variant's `crop`.
       again: whether tasks that were measured before are measured again.
 
     Raises:
@@ -69,10 +69,14 @@ class Harness:
             "harness": harness_version(),
         }
         self._make_model = adapter()
-        self._manager, self._tasks = open_tasks(names, include)
+        data = LocalDatasets(settings.lm_eval_data)
+        self._manager, self._tasks = open_tasks(names, include, data)
+        shared["datasets"] = data.digest()
         self._directory, self._again = directory, again
         self._measurements = [
-            HarnessMeasurement(variant, name, max_length, shared, directory) for variant in variants for name in names
+            HarnessMeasurement(variant, name, max_length, shared, directory, settings.truncation)
+            for variant in variants
+            for name in names
         ]
 
     def run(self) -> list[Record]:
@@ -93,6 +97,7 @@ class Harness:
                 if of is not one.variant:
                     model, of = None, one.variant  # frees its weights before others are placed
                     model = self._make_model(one.variant.at(one.length), max_length=one.length)
+                model.truncation = one.truncation
                 if self._again:
                     on_first(lambda path=one.requests: path.unlink(missing_ok=True))
                 new = one.run(model, self._manager, self._tasks[one.name], samples)
@@ -106,17 +111,28 @@ class HarnessMeasurement:
 
     Attributes:
       length: tokens that contexts are cut to.
+      truncation: where they are cut: `left` or `middle`; by default as the benchmark does.
+      suffix: the length after the names of BABILong's tasks, in records.
       requests: the file that keeps the answers.
     """
 
     def __init__(
-        self, variant: Variant, name: str, max_length: int | None, shared: Mapping[str, Any], directory: AnyPath
+        self,
+        variant: Variant,
+        name: str,
+        max_length: int | None,
+        shared: Mapping[str, Any],
+        directory: AnyPath,
+        truncation: str | None = None,
     ):
         self.variant, self.name, self.shared = variant, name, shared
         length = max_length or variant.training_length
         self.length = min(length, variant.crop or length)
         self.fingerprint = variant.fingerprint(self.length)
+        self.truncation = truncation or ("middle" if name.startswith(CUT_IN_THE_MIDDLE) else "left")
+        self.suffix = name.removeprefix(split_length(name)[0])
         settings = {**shared, "max_length": self.length, "fingerprint": self.fingerprint}
+        settings["truncation"] = self.truncation
         self.mine = {"checkpoint_id": variant.subject.id, "settings": digest(settings, 16)}
         shown = "".join(c if c.isalnum() or c in "-_." else "-" for c in name)[:80]
         self.requests = directory / "samples" / "lm_eval_requests" / f"{shown}-{digest([name, self.mine])}.jsonl"
@@ -139,7 +155,10 @@ class HarnessMeasurement:
         model.used.clear()
         measured, logged = measure(model, manager, loaded, shared["limit"], shared["num_fewshot"], shared["chat"])
         more = self.variant.sample_record(self.length) | {"protocol": f"{SUITE.name}-{shared['harness']}"}
-        documents = sample_records(logged, model.used, identity, more)
+        documents = [
+            {**record, "task": record["task"] + self.suffix}
+            for record in sample_records(logged, model.used, identity, more)
+        ]
         samples.forget([sample_key(record) for record in documents])
         samples.add(documents)
         if kept := model.journal.found:
@@ -149,9 +168,8 @@ class HarnessMeasurement:
             return []
         out.print(describe_speed(measured[0]["tokens"], measured[0]["seconds"]))
         if cut := sum(record["truncated"] for record in measured):
-            out.print(
-                f"{cut} contexts of {self.name} were cut from the left to {self.length:,} tokens, as the harness does."
-            )
+            where = "in the middle" if self.truncation == "middle" else "from the left"
+            out.print(f"{cut} contexts of {self.name} were cut {where} to {self.length:,} tokens.")
         shared_keys = {
             "suite": SUITE.name,
             "asked": self.name,
@@ -160,9 +178,9 @@ class HarnessMeasurement:
             "lineage": self.variant.subject.lineage,
             "versions": versions() | {"lm_eval": shared["harness"]},
             **self.mine,
-            "asked_tasks": [record["source"] for record in measured],
+            "asked_tasks": [record["source"] + self.suffix for record in measured],
         }
-        return [finite(shared_keys | record) for record in measured]
+        return [finite(shared_keys | record | {"source": record["source"] + self.suffix}) for record in measured]
 
 
 def open_harness(chosen: Mapping[Suite, Sequence[str]], session: EvaluationSession) -> Harness:

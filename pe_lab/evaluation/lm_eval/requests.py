@@ -22,11 +22,20 @@ class HarnessGeneration(NamedTuple):
     """A request to generate a text."""
 
     prompt: list[int]
-    prompt_limit: int  # tokens of the prompt that are read, its last ones
+    prompt_limit: int  # tokens of the prompt that are read
     until: list[str]
     new_tokens: int
     sampling: dict[str, Any]
     seed: int  # of its draws
+    truncation: str = "left"  # of the prompt: `left` or `middle`
+
+
+def cut_context(tokens: list[int], limit: int, truncation: str) -> list[int]:
+    """At most `limit` tokens: the last ones, or the first and last halves."""
+    if len(tokens) <= limit:
+        return tokens
+    first = limit // 2 if truncation == "middle" else 0
+    return tokens[:first] + tokens[len(tokens) - (limit - first) :]
 
 
 def seed_of(seed: int, index: int) -> int:
@@ -60,7 +69,7 @@ def generation_batches(
 def generate(lm: LanguageModel, batch: Sequence[HarnessGeneration]) -> list[str]:
     """The text that continues each prompt."""
     first = batch[0]
-    prompts = [one.prompt[-one.prompt_limit :] for one in batch]
+    prompts = [cut_context(one.prompt, one.prompt_limit, one.truncation) for one in batch]
     return lm.generate(prompts, first.new_tokens, stop=first.until, text=True, seed=first.seed, **first.sampling)
 
 

@@ -13,6 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from pe_lab.errors import ConfigError, DataError, UnsupportedError, did_you_mean
+from pe_lab.evaluation.lm_eval.local_datasets import (
+    BABILONG,
+    INFINITEBENCH,
+    LONGBENCH_2,
+    LONGBENCH_2_COPY,
+    LocalDatasets,
+    import_functions,
+    split_length,
+)
 from pe_lab.storage import at_home
 
 YAML = (".yaml", ".yml")
@@ -57,26 +66,31 @@ def expand_tasks(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def open_tasks(names: Sequence[str], include_path: str | Path | None = None) -> tuple[Any, dict[str, list[Any]]]:
+def open_tasks(
+    names: Sequence[str], include_path: str | Path | None = None, data: LocalDatasets | None = None
+) -> tuple[Any, dict[str, list[Any]]]:
     """The harness's task manager, and the tasks and groups with their data, by name.
 
     Args:
-      names: of tasks, groups or tags of the harness.
+      names: of tasks, groups or tags of the harness; of BABILong with a length, such as babilong_qa1@4k.
       include_path: a folder of YAML files with further tasks, which take precedence over the harness's.
+      data: datasets that are not read from the hub.
 
     Raises:
       ConfigError: an unknown task, or no such folder.
       DataError: a task whose dataset cannot be opened.
     """
-    manager = _manager(names, include_path)
+    tasks = {name: split_length(name) for name in names}
+    manager = _manager([task for task, _ in tasks.values()], include_path)
     known = manager.task_index
-    for name in names:
+    for name, _ in tasks.values():
         if name not in known:
             also = f" (nor in {include_path})" if include_path else ""
             raise ConfigError(
                 f"lm-evaluation-harness has no task '{name}'{also}. {_nearest(name, [*known, *TASK_LISTS])}"
             )
-    return manager, {name: _open(manager, name) for name in names}
+    data = data or LocalDatasets()
+    return manager, {name: _open(manager, task, data, length) for name, (task, length) in tasks.items()}
 
 
 def harness_version() -> str:
@@ -164,23 +178,44 @@ def _task_manager(include_path: Path | None, defaults: bool, contents: Any = Non
     return TaskManager(include_path=include_path and str(include_path), include_defaults=defaults)
 
 
-def _open(manager: Any, name: str) -> list[Any]:
+def _open(manager: Any, name: str, data: LocalDatasets, length: str | None) -> list[Any]:
     """A task, a group, or the tasks of a tag, with their data."""
+    entry = manager.task_index[name]
     try:
-        loaded = manager.load([name])
+        if name.startswith("babilong"):
+            import_functions(manager.task_index.get("babilong_qa1", entry).yaml_path)
+        with data.opened(length):
+            loaded = manager.load([name])
     except Exception as error:  # datasets, the hub and a task's own code raise their own errors
-        entry = manager.task_index[name]
         config = entry.cfg or {}
-        dataset = config.get("dataset_path")
+        dataset = config.get("dataset_path") or _dataset_of(name)
         splits = [config[f"{kind}_split"] for kind in ("training", "validation", "test") if config.get(f"{kind}_split")]
         raise DataError(
             f"Task '{name}' cannot be opened{f', with its dataset {dataset!r}' if dataset else ''}: "
             f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}. "
+            + _download(dataset)
             + by_hand("--lm-eval-tasks", str(entry.yaml_path or "THE TASK'S OWN YAML"), splits or ("test",))
         ) from error
     children = {child for group in loaded["group_map"].values() for child in group}
     groups = [group for group in loaded["groups"].values() if group.name not in children]
     return groups or list(loaded["tasks"].values())
+
+
+def _dataset_of(name: str) -> str | None:
+    """The dataset of a group, whose entry does not name it."""
+    known = {"babilong": BABILONG[0], "longbench2": LONGBENCH_2_COPY, "infinitebench": INFINITEBENCH}
+    return known.get(name.partition("_")[0])
+
+
+def _download(dataset: str | None) -> str:
+    """Advice to download a dataset of the hub."""
+    if dataset is None or dataset.count("/") != 1:
+        return ""
+    name = LONGBENCH_2[0] if dataset == LONGBENCH_2_COPY else dataset
+    return (
+        f"Download it where there is a network (`hf download {name} --repo-type=dataset --local-dir=DIR/{name}`), and "
+        "give --lm-eval-data=DIR. "
+    )
 
 
 def by_hand(option: str, yaml: str = "THE TASK'S OWN YAML", splits: Sequence[str] = ("test",)) -> str:

@@ -1,7 +1,7 @@
-"""The metrics of RULER and of LongBench v1, 0..1, each equal to the original's.
+"""The metrics of RULER, LongBench v1 and HELMET, 0..1, each equal to the original's.
 
 The originals: scripts/eval/synthetic/constants.py and scripts/eval/evaluate.py of NVIDIA/RULER; metrics.py and eval.py
-of THUDM/LongBench.
+of THUDM/LongBench; utils.py of princeton-nlp/HELMET.
 """
 
 from __future__ import annotations
@@ -261,7 +261,17 @@ def _lcs_table(one: Sequence[str], other: Sequence[str]) -> list[int]:
     return rows
 
 
-# LongBench's, without `classification`, which needs the classes too.
+def exact_match(output: str, reference: str) -> float:
+    """1 if the words are the same, in lower case, without ASCII punctuation and without a, an, the: HELMET's."""
+    return float(_words(output) == _words(reference))
+
+
+def substring_match(output: str, reference: str) -> float:
+    """1 if the reference's words, joined, are a part of the output's (see `exact_match`): HELMET's."""
+    return float(" ".join(_words(reference)) in " ".join(_words(output)))
+
+
+# LongBench's and HELMET's, without `classification`, which needs the classes too.
 METRICS: dict[str, Callable[[str, str], float]] = {
     "qa_f1": qa_f1,
     "qa_f1_zh": qa_f1_zh,
@@ -272,4 +282,6 @@ METRICS: dict[str, Callable[[str, str], float]] = {
     "retrieval_zh": functools.partial(retrieval, mark="段落"),
     "code_similarity": code_similarity,
     "code_similarity_levenshtein": code_similarity_levenshtein,
+    "exact_match": exact_match,
+    "substring_match": substring_match,
 }

@@ -13,6 +13,7 @@ from pe_lab.evaluation.generation.tasks import PromptTask
 from pe_lab.evaluation.suite import PromptSuite, Suite, options_of, read_settings
 from pe_lab.evaluation.suites import (
     documents,
+    helmet,
     lm_eval,
     logit_scale,
     long_range,
@@ -20,6 +21,7 @@ from pe_lab.evaluation.suites import (
     many_shot,
     needles,
     niah,
+    nolima,
     passkeys,
     perplexity,
     ruler,
@@ -38,6 +40,8 @@ SUITES: dict[str, Suite] = {
         niah,
         ruler,
         longbench,
+        helmet,
+        nolima,
         many_shot,
         lm_eval,
     )
