@@ -186,7 +186,7 @@ def searched_layers(parent: Checkpoint, args: argparse.Namespace) -> tuple[Layer
     from pe_lab.evaluation.command_line import parse_length
     from pe_lab.evaluation.session import text_source
     from pe_lab.evaluation.targets import load_subjects, locate
-    from pe_lab.lab.extend.search import SearchSettings, search_checkpoint, with_scaling
+    from pe_lab.lab.extend.search import SearchSettings, search_checkpoint
 
     target = locate(args.source if is_external(args.source) else str(parent.path))
     (subject,) = load_subjects(target, target.paths[-1:])
@@ -206,8 +206,7 @@ def searched_layers(parent: Checkpoint, args: argparse.Namespace) -> tuple[Layer
         not args.any_order,
         functools.partial(print, flush=True),  # minutes pass between lines, also where they go to a file
     )
-    scaling = search.space.table(np.array(search.best.divisors))
-    return with_scaling(parent.layers, scaling, search.space.training_length)
+    return search.space.layers(search.best.genes, parent.layers)
 
 
 def kept(layers: Sequence[Layer]) -> str:

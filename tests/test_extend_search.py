@@ -9,7 +9,7 @@ import pytest
 
 from pe_lab.errors import UserError
 from pe_lab.lab.extend.search import DivisorSearch, SearchSettings, SearchSpace, read_history
-from pe_lab.positional import NTK, PI, Yarn
+from pe_lab.positional import NTK, PI, Yarn, frequencies, layers
 from pe_lab.positional.encodings import rope_spectrum
 
 SPACE = SearchSpace(rope_spectrum(10000.0, 64), 10000.0, 64, 4096, 4.0)
@@ -19,7 +19,9 @@ SMALL = SearchSettings(population=8, iterations=5, seed=3)
 def planted(space):
     """Distance from divisors that no known method has."""
     target = np.where(np.arange(32) < 17, 1.0, 3.1)
-    return target, lambda population: [float(((one - target) ** 2).sum()) for one in population]
+    return target, lambda population: [
+        float(((one.divisors - target) ** 2).sum() + 9 * (one.scale - 1.3) ** 2) for one in population
+    ]
 
 
 def run(directory, settings=SMALL, space=SPACE, measure=None, at_once=3, about=None):
@@ -34,17 +36,20 @@ def test_the_known_methods_are_candidates_with_their_own_frequencies():
     known = SPACE.known()
     for name, scaling in (("PI", PI(4.0)), ("NTK", NTK(4.0)), ("YaRN", Yarn(4.0, 4096))):
         scaled = scaling.scale(SPACE.inv_freq, 10000.0, 64, None)[0]
-        np.testing.assert_allclose(SPACE.inv_freq / known[name], scaled, rtol=0.006)  # steps of 0.01
-    table = SPACE.table(known["YaRN"])
-    np.testing.assert_allclose(table.scale(SPACE.inv_freq, 10000.0, 64, 16384)[0], SPACE.inv_freq / known["YaRN"])
-    unchanged, factor = table.scale(SPACE.inv_freq, 10000.0, 64, 4096)
-    assert (unchanged == SPACE.inv_freq).all() and factor == 1
+        np.testing.assert_allclose(SPACE.inv_freq / known[name].divisors, scaled, rtol=0.006)  # steps of 0.01
+    assert known["YaRN"].scale == pytest.approx((0.1 * math.log(4) + 1) ** 2, abs=5e-4) and known["NTK"].scale == 1
+    (layer,) = SPACE.layers(known["YaRN"], layers("rope", 1))
+    scaled, factor = frequencies(layer.encoding, 64, 16384)
+    np.testing.assert_allclose(scaled, SPACE.inv_freq / known["YaRN"].divisors)
+    assert layer.scale_at(16384) == pytest.approx(known["YaRN"].scale) and (factor == 1).all()
+    unchanged, _ = frequencies(layer.encoding, 64, 4096)
+    assert (unchanged == SPACE.inv_freq).all() and layer.scale_at(4096) == 1
 
 
 def test_the_critical_pair_is_the_first_without_a_whole_rotation():
     """LongRoPE2: d_tcd = 2 ceil(d/2 log_base(L / 2 pi)); pairs from there on are divided by the whole factor."""
     assert SPACE.critical == math.ceil(32 * math.log(4096 / (2 * math.pi), 10000)) == 23
-    found = SPACE.known()["critical pair"]
+    found = SPACE.known()["critical pair"].divisors
     assert (found[23:] == 4).all() and found[0] == 1 and (np.diff(found) >= 0).all()
     np.testing.assert_allclose(found[:23], 4 ** (np.arange(23) / 23), atol=0.0051)  # NTK that reaches it there
 
@@ -56,7 +61,8 @@ def test_all_candidates_are_in_the_space_and_none_is_measured_twice(tmp_path, mo
     divisors = np.array([one.divisors for one in history])
     assert len(history) == SearchSettings(16, 10, 0).measurements == 16 + 10 * 8
     assert divisors.min() >= 1 and divisors.max() <= 5
-    assert len({one.divisors for one in history}) == len(history)
+    assert len({one.genes.key for one in history}) == len(history)
+    assert len({one.scale for one in history}) > 5
     falls = (np.diff(divisors) < 0).any(1)
     assert not falls.any() if monotone else falls.mean() > 0.2
 

@@ -238,6 +238,7 @@ def test_divisors_are_searched_on_held_out_text(run, tmp_path, capsys):
     child, parent = open_checkpoint(tmp_path / "child"), open_checkpoint(run)
     for layer in child.layers:
         assert layer.encoding.scaling.long_factor == tuple(best["divisors"])
+        assert layer.scale_at(64) == pytest.approx(best["scale"])
     for length, same in ((16, True), (64, False)):
         schedules = [model_schedule(one.model, one.layers, length) for one in (child, parent)]
         assert np.array_equal(schedules[0].inv_freq, schedules[1].inv_freq) == same

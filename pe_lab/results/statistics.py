@@ -216,6 +216,32 @@ def paired_t(scores: Sequence[float], baseline: Sequence[float]) -> Difference:
     return Difference(found.mean, found.low, found.high, found.count, p=p)
 
 
+def paired_sum(groups: Sequence[Sequence[float]]) -> Difference:
+    """The sum over groups of the mean of differences of pairs, by Welch's t; NaN ends if a group has one pair.
+
+    For a score that is a sum of means over different samples: documents, and windows with questions.
+    """
+    if not groups or not all(groups):
+        raise ValueError("there is no pair of scores")
+    if len(groups) == 1:
+        return paired_t(groups[0], [0.0] * len(groups[0]))
+    means = [math.fsum(group) / len(group) for group in groups]
+    mean, count = math.fsum(means), min(map(len, groups))
+    if count < 2:
+        return Difference(mean, math.nan, math.nan, count)
+    variances = [float(np.var(group, ddof=1)) / len(group) for group in groups]
+    variance = math.fsum(variances)
+    if variance < 1e-24:
+        return Difference(mean, mean, mean, count, p=1.0 if abs(mean) < 1e-12 else 0.0)
+
+    from scipy.stats import t  # a second to import
+
+    degrees = variance**2 / math.fsum(v**2 / (len(g) - 1) for v, g in zip(variances, groups, strict=True))
+    half = float(t.ppf((1 + LEVEL) / 2, degrees)) * math.sqrt(variance)
+    p = 2 * float(t.sf(abs(mean) / math.sqrt(variance), degrees))
+    return Difference(mean, mean - half, mean + half, count, p=p)
+
+
 def sign_flip_p(units: Float[np.ndarray, " n"]) -> float:
     """The two-sided p-value of the hypothesis that each of n differences had either sign with equal chance.
 

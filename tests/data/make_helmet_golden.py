@@ -104,8 +104,9 @@ def original(checkout: Path) -> tuple[Any, Any]:
 
     StubbedModules("torch", "transformers", "pytrec_eval")
     sys.path.insert(0, str(checkout))
-    import data
     import model_utils
+
+    import data
 
     load, mapped = datasets.load_dataset, datasets.Dataset.map
 

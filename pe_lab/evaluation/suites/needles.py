@@ -102,7 +102,7 @@ class NeedleSettings:
 class Needles(TokenSuite):
     name = "needles"
     title = "Needle accuracy"
-    protocol = 3  # since 2 also by depth, since 3 by window
+    protocol = 3  # since 2 also by depth, since 3 by window, with the loss of the answers
     metrics = (SuiteMetric("accuracy", "accuracy", unit="%", interval="wilson"),)
     judged = by_default = True
     settings = NeedleSettings
@@ -134,7 +134,12 @@ class Needles(TokenSuite):
         crop = variant.crop if unit.length > variant.training_length else None
 
         def answer() -> Record:
-            return score(predict(asked, evaluation.predictions(variant, layers), crop), asked)
+            if crop is not None:
+                return score(predict(asked, evaluation.predictions(variant, layers), crop), asked)
+            log_probability, likeliest = evaluation.scores(variant, layers)(asked.tokens, asked.at, asked.answers)
+            nll = -log_probability.mean(1, dtype=np.float64)
+            losses = {"answer_nll": float(nll.mean()), "answer_nll_by_window": nll.tolist()}
+            return score(np.where(likeliest, asked.answers, -1), asked) | losses
 
         found = evaluation.remember((self.name, variant.subject.id, layers, unit.length, unit.source, crop), answer)
         return {**found, "guessing": evaluation.mixture.sources[unit.source].needles.guessing}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,8 @@ from pe_lab.errors import ConfigError, did_you_mean
 from pe_lab.evaluation.scoring.forward import Forward
 from pe_lab.evaluation.variants import Subject, can_scale
 from pe_lab.lab.extend.objective import make_objective
-from pe_lab.lab.extend.search import search_space, with_scaling
+from pe_lab.lab.extend.search import with_scaling
+from pe_lab.model import complete
 from pe_lab.positional import (
     NTK,
     PI,
@@ -27,6 +29,7 @@ from pe_lab.positional import (
     label_layers,
     text_of,
 )
+from pe_lab.positional.encodings import rope_spectrum
 from pe_lab.positional.scalings import Scaling
 
 COST_TOKENS = 2048  # of the sequences that the cost of dropping a layer is measured on, at most
@@ -47,13 +50,13 @@ class Extension:
       subject: the trained model.
       length: the target, in tokens.
       layer_costs: {layer: nats that dropping its encoding costs at the training length}; None: not measured.
-      table: the scaling that a search found; None: nothing was searched.
+      searched: the layers that a search found; None: nothing was searched.
     """
 
     subject: Subject
     length: int
     layer_costs: Mapping[int, float] | None = None
-    table: Scaling | None = None
+    searched: tuple[Layer, ...] | None = None
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -93,7 +96,7 @@ class Method:
       name: in tables.
       about: what it changes, for the page and the docs.
       layers: of a given.
-      needs: `layer_costs` or `table`, where it needs one.
+      needs: `layer_costs` or `searched`, where it needs one.
       recalibrates: whether it takes an encoding away, and is then trained at the training length (DroPE); the others
         are trained at the target.
       screened: whether it is compared without training.
@@ -109,11 +112,16 @@ class Method:
 
 def _slow_pairs(given: Extension) -> tuple[Layer, ...]:
     """RoPE on the pairs that complete a rotation within the training length alone."""
-    space = search_space(given.subject, given.length)
-    if not 0 < space.critical < len(space.inv_freq):
-        raise Impossible("all pairs, or none, complete a rotation within the training length")
-    share = space.critical / len(space.inv_freq)
-    return given.each_rope(lambda rope: dataclasses.replace(rope, fraction=min(rope.fraction, share)))
+    head_dim = complete(given.subject.checkpoint.model).head_dim
+
+    def kept(rope: Rope) -> Rope:
+        periods = 2 * math.pi / rope_spectrum(rope.base, head_dim)
+        return dataclasses.replace(rope, fraction=min(rope.fraction, float((periods <= given.trained).mean())))
+
+    after = given.each_rope(kept)
+    if after == given.layers:
+        raise Impossible("all pairs complete a rotation within the training length")
+    return after
 
 
 def _windows(given: Extension) -> tuple[Layer, ...]:
@@ -155,8 +163,8 @@ def _dropped(given: Extension) -> tuple[Layer, ...]:
 
 
 def _found(given: Extension) -> tuple[Layer, ...]:
-    assert given.table is not None
-    return given.scaled(given.table)
+    assert given.searched is not None
+    return given.searched
 
 
 UNCHANGED, YARN, SEARCHED = "unchanged", "yarn", "searched"
@@ -199,7 +207,7 @@ METHODS: dict[str, Method] = {
         needs="layer_costs",
         recalibrates=True,
     ),
-    SEARCHED: Method("searched", "divisors that an evolution found", _found, needs="table"),
+    SEARCHED: Method("searched", "divisors that an evolution found", _found, needs="searched"),
     "drope": Method("DroPE", "no encoding at all", _dropped, recalibrates=True),
 }
 
@@ -261,7 +269,11 @@ def choose(keys: Sequence[str], given: Extension) -> tuple[list[Chosen], dict[st
         except Impossible as error:
             impossible[key] = str(error)
             continue
-        found.append(Chosen(key, layers))
+        same = next((one for one in found if one.layers == layers), None)
+        if same is None:
+            found.append(Chosen(key, layers))
+        else:
+            impossible[key] = f"it is the same as {same.name} here"
     return found, impossible
 
 

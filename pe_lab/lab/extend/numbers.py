@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pe_lab.results.records import Record
-from pe_lab.results.statistics import Difference, paired, paired_t, student
+from pe_lab.results.statistics import Difference, paired, paired_sum, paired_t, student
+
+FEWEST = 16  # tokens that need a far context, in all documents: fewer say nothing
 
 
 @dataclass(frozen=True)
@@ -16,13 +18,14 @@ class Measure:
     """A kind of number.
 
     Attributes:
+      suites: whose records have it.
       title: in tables.
       unit: of the number; "" is a share of 1.
-      key: of its suite's records.
+      key: of the records.
       by_unit: the key of the values that pairs are made of: by document, or by window.
     """
 
-    suite: str
+    suites: tuple[str, ...]
     title: str
     unit: str
     key: str
@@ -34,12 +37,12 @@ class Measure:
         return self.unit == "nats"
 
 
+NEEDLES = ("needles", "passkeys")
 MEASURES = {
-    "long_range": Measure("long_range", "loss on far tokens", "nats", "nll", "nll_by_document"),
-    "text": Measure("long_range", "loss on all tokens", "nats", "all_nll", "all_nll_by_document"),
-    "needles": Measure("needles", "needles found", "", "accuracy", "accuracy_by_window"),
-    "passkeys": Measure("passkeys", "passkeys found", "", "accuracy", "accuracy_by_window"),
-    "answers": Measure("passkeys", "loss of the passkeys", "nats", "answer_nll", "answer_nll_by_window"),
+    "far": Measure(("long_range",), "loss on far tokens", "nats", "nll", "nll_by_document"),
+    "text": Measure(("long_range",), "loss on text", "nats", "all_nll", "all_nll_by_document"),
+    "found": Measure(NEEDLES, "needles found", "", "accuracy", "accuracy_by_window"),
+    "answers": Measure(NEEDLES, "loss of the needles", "nats", "answer_nll", "answer_nll_by_window"),
 }
 
 
@@ -71,7 +74,8 @@ def numbers_of(records: Sequence[Record]) -> dict[At, Number]:
     found: dict[At, Number] = {}
     for record in records:
         for name, measure in MEASURES.items():
-            if record.get("suite") == measure.suite and record.get(measure.key) is not None:
+            few = name == "far" and record["tokens"] < FEWEST if record.get("suite") == "long_range" else False
+            if record.get("suite") in measure.suites and record.get(measure.key) is not None and not few:
                 units = tuple(record.get(measure.by_unit) or ())
                 found.setdefault(At(name, int(record["length"])), Number(float(record[measure.key]), units))
     return found
@@ -87,15 +91,44 @@ def over_seeds(seeds: Sequence[Numbers]) -> dict[At, Number]:
 
 
 def difference(one: Number, other: Number, measure: str) -> Difference | None:
-    """`one - other` in pairs, with a 95% interval and a test; None for no pair.
+    """`one - other` in pairs, with a 95% interval and a test; None for no pair, and without an interval for one.
 
-    Of one pair there is no interval. Losses have Student's interval, shares one that stays within -1 .. 1.
+    Losses have Student's interval, shares one that stays within -1 .. 1.
     """
-    pairs = [(a, b) for a, b in zip(one.units, other.units, strict=False) if a is not None and b is not None]
+    pairs = _pairs(one, other)
     if not pairs:
         return None
     left, right = [a for a, _ in pairs], [b for _, b in pairs]
     return paired_t(left, right) if MEASURES[measure].lower or len(pairs) < 5 else paired(left, right)
+
+
+def _pairs(one: Number, other: Number) -> list[tuple[float, float]]:
+    return [(a, b) for a, b in zip(one.units, other.units, strict=False) if a is not None and b is not None]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The score that methods are ranked by
+
+
+def score_terms(numbers: Sequence[Numbers], length: int) -> tuple[At, ...]:
+    """What a score is the sum of: the loss on far tokens, or where there are too few on all, and that of needles.
+
+    Of each, what all methods have.
+    """
+    common = {at for at in numbers[0] if all(at in one for one in numbers)} if numbers else set()
+    text = [At(name, length) for name in ("far", "text") if At(name, length) in common]
+    return (*text[:1], *[at for at in [At("answers", length)] if at in common])
+
+
+def score(numbers: Numbers, terms: Sequence[At]) -> float:
+    """The sum of the terms, nats; lower is better."""
+    return math.fsum(numbers[at].mean for at in terms)
+
+
+def score_difference(one: Numbers, other: Numbers, terms: Sequence[At]) -> Difference | None:
+    """The difference of two scores, in pairs; None where a term has no pair."""
+    groups = [[a - b for a, b in _pairs(one[at], other[at])] for at in terms]
+    return paired_sum(groups) if groups and all(groups) else None
 
 
 def interval(number: Number) -> tuple[float, float]:

@@ -16,6 +16,7 @@ from pe_lab.errors import ConfigError, DataError, did_you_mean
 from pe_lab.evaluation.scoring.forward import Forward
 from pe_lab.evaluation.suites.long_range import choose_documents, default_short, document_sizes, key_tokens
 from pe_lab.evaluation.suites.passkeys import TOKENS_EACH, passkey_sequences
+from pe_lab.lab.extend.numbers import FEWEST
 from pe_lab.results.records import digest
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from pe_lab.positional import Layer
 
 PASSKEYS = 8  # in a sequence, at most
-FEWEST = 16  # key tokens of a part: fewer say nothing
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def make_objective(
     """The objective of these names on held-out data that no suite scores.
 
     Args:
-      names: of `OBJECTIVES`.
+      names: of `OBJECTIVES`; (): `default_objective`, with all tokens of the documents where too few need a far one.
       sequences: of each part, at most.
 
     Raises:
@@ -108,8 +108,8 @@ def make_objective(
     def losses(windows: Int32[np.ndarray, "n W"]) -> Float32[np.ndarray, "n T"]:
         return forward.losses(params, {"tokens": windows[:, :-1], "targets": windows[:, 1:]}, layers)
 
-    opened = _Opened(data, subject.training_length, losses, length, sequences)
-    return Objective(tuple(OBJECTIVES[name](opened) for name in names), length)
+    opened = _Opened(data, subject.training_length, losses, length, sequences, not names)
+    return Objective(tuple(OBJECTIVES[name](opened) for name in names or default_objective(data)), length)
 
 
 def default_objective(data: DataConfig) -> tuple[str, ...]:
@@ -127,6 +127,7 @@ class _Opened:
     losses: Losses
     length: int
     sequences: int
+    falls_back: bool  # to all tokens, where too few need a far context
 
     def texts(self) -> list[MixtureSource]:
         """The sources that hold out text."""
@@ -164,6 +165,8 @@ def _long_range(opened: _Opened) -> ObjectivePart:
         reach = opened.training_length + 1
         counted[key_tokens(document, opened.losses, reach, short, max(1, short // 4)) - 1] = 1
     if (found := int(weights.sum())) < FEWEST:
+        if opened.falls_back:
+            return _part("text", documents, np.ones_like(weights))
         raise DataError(
             f"Of {weights.size:,} held-out tokens, {found} need more than {short:,} tokens of context: too few to "
             f"search with. Give more --sequences, other data, or --objective=text."

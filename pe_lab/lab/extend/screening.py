@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +11,17 @@ from pe_lab.config import DataConfig
 from pe_lab.data.mixture import open_mixture
 from pe_lab.evaluation.measure import Evaluation, EvaluationPlan
 from pe_lab.evaluation.variants import Subject
-from pe_lab.lab.extend.methods import YARN, Chosen
-from pe_lab.lab.extend.numbers import MEASURES, At, Number, Numbers, difference, numbers_of
+from pe_lab.lab.extend.methods import METHODS, YARN, Chosen
+from pe_lab.lab.extend.numbers import (
+    MEASURES,
+    At,
+    Number,
+    Numbers,
+    numbers_of,
+    score,
+    score_difference,
+    score_terms,
+)
 from pe_lab.results.records import Record
 from pe_lab.results.statistics import Difference
 from pe_lab.storage import AnyPath
@@ -32,21 +42,24 @@ class Screening:
     target: int
     trained: int
 
-    @property
-    def deciding(self) -> str:
-        """The measure that ranks methods: the loss on tokens that need a far context."""
-        return "long_range"
+    @functools.cached_property
+    def terms(self) -> tuple[At, ...]:
+        """What the score is the sum of, at the target."""
+        return score_terms(list(self.numbers.values()), self.target)
 
-    def against(self, key: str, baseline: str, at: At) -> Difference | None:
-        """The difference of a method from another one, in pairs."""
-        one, other = self.numbers[key].get(at), self.numbers.get(baseline, {}).get(at)
-        return None if one is None or other is None else difference(one, other, at.measure)
+    def score(self, key: str) -> float:
+        """The score of a method at the target, nats; lower is better."""
+        return score(self.numbers[key], self.terms)
+
+    def against(self, key: str, baseline: str) -> Difference | None:
+        """The difference of a method's score from another one's, in pairs; None where one of them was not measured."""
+        if key not in self.numbers or baseline not in self.numbers:
+            return None
+        return score_difference(self.numbers[key], self.numbers[baseline], self.terms)
 
     def ranked(self) -> list[str]:
-        """The methods, the best first, by the deciding measure at the target."""
-        at = At(self.deciding, self.target)
-        known = [key for key, numbers in self.numbers.items() if at in numbers]
-        return sorted(known, key=lambda key: self.numbers[key][at].mean)
+        """The methods, the best first."""
+        return sorted(self.numbers, key=self.score)
 
 
 def suites_for(data: DataConfig) -> tuple[str, ...]:
@@ -92,27 +105,25 @@ def collect(chosen: Sequence[Chosen], records: Sequence[Record], target: int, tr
     return Screening({key: numbers_of(found) for key, found in mine.items()}, scales, target, trained)
 
 
-def columns(screening: Screening, measures: Sequence[str] = tuple(MEASURES)) -> list[At]:
+def columns(screening: Screening) -> list[At]:
     """What was measured of any method: by measure, then by length."""
+    names = list(MEASURES)
     known = {at for numbers in screening.numbers.values() for at in numbers}
-    return sorted(
-        (at for at in known if at.measure in measures), key=lambda at: (measures.index(at.measure), at.length)
-    )
+    return sorted(known, key=lambda at: (names.index(at.measure), at.length))
 
 
-def text_rows(screening: Screening, names: Mapping[str, str]) -> tuple[list[str], list[list[str]]]:
+def text_rows(screening: Screening) -> tuple[list[str], list[list[str]]]:
     """The table of a screening as texts: a method a row, the best first, each with its difference from YaRN."""
-    shown = columns(screening, ("long_range", "text", "needles", "passkeys"))
-    target = At(screening.deciding, screening.target)
-    header = ["method", "β", "against YaRN"]
+    shown = columns(screening)
+    header = ["method", "β", "score", "against YaRN"]
     header += [f"{MEASURES[at.measure].title} {at.length / screening.trained:g}x" for at in shown]
     rows = []
     for key in screening.ranked():
-        numbers = screening.numbers[key]
-        found = screening.against(key, YARN, target) if key != YARN else None
-        scale = screening.scales[key].get(screening.target)
+        numbers, scale = screening.numbers[key], screening.scales[key].get(screening.target)
+        found = screening.against(key, YARN) if key != YARN else None
         rows.append(
-            [names[key], "" if scale is None else f"{scale:.2f}", "" if found is None else shown_difference(found)]
+            [METHODS[key].name, "" if scale is None else f"{scale:.2f}", f"{screening.score(key):.3f}"]
+            + ["" if found is None else shown_difference(found)]
             + [shown_number(numbers.get(at), at.measure) for at in shown]
         )
     return header, rows
@@ -126,5 +137,5 @@ def shown_number(number: Number | None, measure: str) -> str:
 
 
 def shown_difference(found: Difference) -> str:
-    """A difference of losses with its interval."""
+    """A difference of losses with its 95% interval."""
     return f"{found.mean:+.3f} ({found.low:+.3f} to {found.high:+.3f})"

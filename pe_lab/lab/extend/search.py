@@ -1,8 +1,9 @@
 """Divisors of the rotary frequencies by evolution: LongRoPE (arXiv 2402.13753) and LongRoPE2 (arXiv 2502.20082).
 
-A candidate is a divisor for each pair. The first generation has PI, NTK, YaRN and LongRoPE2's form at the theoretical
-critical pair, and mutations of them. Each further one keeps the better half of a population as parents, and has
-as many children, half of them by mutation and half by crossover.
+A candidate is a divisor for each pair, and a logit scale. The first generation has PI, NTK, YaRN and LongRoPE2's form
+at the theoretical critical pair, and mutations of them. Each further one keeps the better half of a population as
+parents, and has as many children, half of them by mutation and half by crossover. The papers have a fixed factor in the
+place of the logit scale; a scale that does not fit hides which divisors are better.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -20,11 +21,12 @@ from pe_lab import storage
 from pe_lab.config import DataConfig
 from pe_lab.errors import ConfigError, DataError
 from pe_lab.evaluation.scoring.forward import Forward, tensor_shards
+from pe_lab.evaluation.suites.logit_scale import search_range
 from pe_lab.evaluation.variants import Subject, can_scale
-from pe_lab.lab.extend.objective import Objective, default_objective, make_objective
+from pe_lab.lab.extend.objective import Objective, make_objective
 from pe_lab.model import complete
 from pe_lab.page.figure_files import render
-from pe_lab.positional import NTK, PI, Layer, LongRope, PartialRope, Yarn, label
+from pe_lab.positional import NTK, PI, Beta, Layer, LongRope, PartialRope, Yarn, label
 from pe_lab.positional.encodings import rope_spectrum
 from pe_lab.positional.scalings import Scaling
 from pe_lab.results.figures import Line, LineCharts
@@ -35,8 +37,23 @@ HIGHEST = 1.25  # times the factor: the largest divisor, as in LongRoPE
 MUTATED = 0.3  # chance that a pair changes in a mutation, and that it is the other parent's in a crossover
 CRITICAL_STEPS = 3  # pairs that a mutation moves the critical pair by, at most
 TRIES = 100  # to make a candidate that has not been measured
+SCALE_STEP = 0.15  # standard deviation of the logarithm of a mutated logit scale
 Divisors = Float[np.ndarray, " R"]
-Measure = Callable[[Sequence[Divisors]], Sequence[float]]  # candidates -> losses, nats
+
+
+class Genes(NamedTuple):
+    """What is searched: the divisors of the pairs, and the factor on the attention logits."""
+
+    divisors: Divisors
+    scale: float = 1.0
+
+    @property
+    def key(self) -> tuple[float, ...]:
+        """Equal for equal genes."""
+        return (*self.divisors.tolist(), self.scale)
+
+
+Measure = Callable[[Sequence[Genes]], Sequence[float]]  # candidates -> losses, nats
 
 
 @dataclass(frozen=True)
@@ -82,21 +99,31 @@ class SearchSpace:
             found[:critical] = tail[0] ** (np.arange(critical) / critical)
         return self.allowed(found)
 
-    def known(self) -> dict[str, Divisors]:
+    def scale(self, logit_scale: float) -> float:
+        """The logit scale within the bounds in which one is fitted."""
+        low, high = search_range(self.factor)
+        return round(min(max(logit_scale, low), high), 3)
+
+    def known(self) -> dict[str, Genes]:
         """The candidates that a search starts from, by name."""
         factor, pairs = self.factor, len(self.inv_freq)
-        found = {"PI": self.of(PI(factor)), "YaRN": self.of(Yarn(factor, self.training_length))}
+        yarn = Yarn(factor, self.training_length)
+        attention_factor = yarn.scale(self.inv_freq, self.base, self.dim, None)[1]
+        found = {"PI": Genes(self.of(PI(factor))), "YaRN": Genes(self.of(yarn), self.scale(attention_factor**2))}
         if self.dim > 2:
-            found["NTK"] = self.of(NTK(factor))
+            found["NTK"] = Genes(self.of(NTK(factor)))
         if self.critical < pairs:
-            found["critical pair"] = self.beyond_critical(self.critical, [factor] * (pairs - self.critical))
+            tail = [factor] * (pairs - self.critical)
+            found["critical pair"] = Genes(self.beyond_critical(self.critical, tail))
         return found
 
-    def table(self, divisors: Divisors) -> LongRope:
-        """The scaling with these divisors beyond the training length, and none up to it."""
-        return LongRope(
-            (1.0,) * len(divisors), tuple(divisors.tolist()), self.training_length, self.factor, attention_factor=1.0
-        )
+    def layers(self, genes: Genes, before: Sequence[Layer]) -> tuple[Layer, ...]:
+        """The layers with these genes beyond the training length, and unchanged up to it."""
+        ones = (1.0,) * len(genes.divisors)
+        length, factor = self.training_length, self.factor
+        table = LongRope(ones, tuple(genes.divisors.tolist()), length, factor, attention_factor=1.0)
+        law = Beta((genes.scale - 1) / math.log(factor), length) if genes.scale != 1 else 1.0
+        return with_scaling(before, table, length, law)
 
 
 @dataclass(frozen=True)
@@ -129,7 +156,7 @@ class SearchSettings:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Divisors with their loss, nats.
+    """Divisors and a logit scale with their loss, nats.
 
     Attributes:
       generation: 0 is the first one.
@@ -137,9 +164,15 @@ class Candidate:
     """
 
     divisors: tuple[float, ...]
+    scale: float
     loss: float
     generation: int
     origin: str
+
+    @property
+    def genes(self) -> Genes:
+        """As the search has them."""
+        return Genes(np.array(self.divisors), self.scale)
 
 
 @dataclass
@@ -181,10 +214,10 @@ class DivisorSearch:
             start = sum(one.generation < generation for one in self.history)
             for first in range(len(self.history) - start, len(wanted), at_once):
                 part = wanted[first : first + at_once]
-                losses = measure([divisors for divisors, _ in part])
+                losses = measure([genes for genes, _ in part])
                 self.history += [
-                    Candidate(tuple(divisors.tolist()), float(loss), generation, origin)
-                    for (divisors, origin), loss in zip(part, losses, strict=True)
+                    Candidate(tuple(genes.divisors.tolist()), genes.scale, float(loss), generation, origin)
+                    for (genes, origin), loss in zip(part, losses, strict=True)
                 ]
                 write_history(file, header, self.history)
             if len(self.history) > known:
@@ -203,48 +236,45 @@ class DivisorSearch:
     # ----------------------------------------------------------------------------------------------------------------
     # Candidates, each a function of the seed, the generation and the history before it
 
-    def _children(self, generation: int) -> Iterator[tuple[Divisors, str]]:
+    def _children(self, generation: int) -> Iterator[tuple[Genes, str]]:
         """The candidates of a generation, with their origins."""
         rng = np.random.default_rng([self.settings.seed, generation])
         before = [one for one in self.history if one.generation < generation]
-        seen = {one.divisors for one in before}
+        seen = {one.genes.key for one in before}
 
-        def new(make: Callable[[], Divisors]) -> Divisors | None:
+        def new(make: Callable[[], Genes]) -> Genes | None:
             for _ in range(TRIES):
-                divisors = make()
-                if tuple(divisors.tolist()) not in seen:
-                    seen.add(tuple(divisors.tolist()))
-                    return divisors
+                genes = make()
+                if genes.key not in seen:
+                    seen.add(genes.key)
+                    return genes
             return None
 
         if generation == 0:
             known = list(self.space.known().items())
             made = [(name, new(lambda one=one: one)) for name, one in known]
-            yield from ((divisors, name) for name, divisors in made if divisors is not None)
-            left = self.settings.population - sum(divisors is not None for _, divisors in made)
-            for n in range(left):
+            yield from ((genes, name) for name, genes in made if genes is not None)
+            for n in range(self.settings.population - sum(genes is not None for _, genes in made)):
                 name, parent = known[n % len(known)]
-                divisors = new(lambda parent=parent: self._mutated(parent, rng))
-                if divisors is not None:
-                    yield divisors, f"mutation of {name}"
+                if (genes := new(lambda parent=parent: self._mutated(parent, rng))) is not None:
+                    yield genes, f"mutation of {name}"
             return
         size = self.settings.population // 2
         places = sorted(range(len(before)), key=lambda place: before[place].loss)[:size]
         for n in range(size):
             one, other = rng.choice(places, 2, replace=False).tolist()
-            parents = [np.array(before[place].divisors) for place in (one, other)]
-            if n % 2:
-                divisors = new(lambda parents=parents: self._crossed(*parents, rng))
-                if divisors is not None:
-                    yield divisors, f"crossover of {one} and {other}"
-                    continue
-            divisors = new(lambda parents=parents: self._mutated(parents[0], rng))
-            if divisors is not None:
-                yield divisors, f"mutation of {one}"
+            parents = [before[place].genes for place in (one, other)]
+            if n % 2 and (genes := new(lambda parents=parents: self._crossed(*parents, rng))) is not None:
+                yield genes, f"crossover of {one} and {other}"
+            elif (genes := new(lambda parents=parents: self._mutated(parents[0], rng))) is not None:
+                yield genes, f"mutation of {one}"
 
-    def _mutated(self, parent: Divisors, rng: np.random.Generator) -> Divisors:
-        """The parent with other divisors, by one of three mutations."""
-        return self.space.allowed((self._new_pairs, self._new_curve, self._new_critical)[rng.integers(3)](parent, rng))
+    def _mutated(self, parent: Genes, rng: np.random.Generator) -> Genes:
+        """The parent with other divisors, by one of three mutations, and half of the time with another logit scale."""
+        mutation = (self._new_pairs, self._new_curve, self._new_critical)[rng.integers(3)]
+        divisors = self.space.allowed(mutation(parent.divisors, rng))
+        change = math.exp(SCALE_STEP * rng.standard_normal()) if rng.random() < 0.5 else 1.0
+        return Genes(divisors, self.space.scale(parent.scale * change))
 
     def _new_pairs(self, parent: Divisors, rng: np.random.Generator) -> Divisors:
         """LongRoPE's: some divisors move, in a monotone space between their neighbours."""
@@ -274,8 +304,9 @@ class DivisorSearch:
             tail[:] = tail[0]
         return space.beyond_critical(critical, tail.tolist())
 
-    def _crossed(self, one: Divisors, other: Divisors, rng: np.random.Generator) -> Divisors:
-        return self.space.allowed(np.where(rng.random(len(one)) < MUTATED, other, one))
+    def _crossed(self, one: Genes, other: Genes, rng: np.random.Generator) -> Genes:
+        chosen = np.where(rng.random(len(one.divisors)) < MUTATED, other.divisors, one.divisors)
+        return Genes(self.space.allowed(chosen), (one, other)[rng.integers(2)].scale)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -304,7 +335,10 @@ def read_history(file: storage.AnyPath, header: dict[str, Any]) -> list[Candidat
     try:
         return [
             Candidate(
-                tuple(map(float, one["divisors"])), float(one["loss"]), int(one["generation"]), str(one["origin"])
+                tuple(map(float, one["divisors"])),
+                *(float(one[name]) for name in ("scale", "loss")),
+                int(one["generation"]),
+                str(one["origin"]),
             )
             for one in rest
         ]
@@ -316,8 +350,8 @@ def figure(search: DivisorSearch) -> LineCharts:
     """The divisor of each pair of the best candidate, against those of the known methods."""
     pairs = np.arange(len(search.space.inv_freq), dtype=np.float64)
     best = search.best
-    lines = [Line(name, pairs, divisors) for name, divisors in search.space.known().items()]
-    lines.append(Line(f"found ({best.loss:.3f} nats)", pairs, np.array(best.divisors)))
+    lines = [Line(name, pairs, genes.divisors) for name, genes in search.space.known().items()]
+    lines.append(Line(f"found, logit scale {best.scale:g}", pairs, np.array(best.divisors)))
     return LineCharts(
         "search",
         "Divisors that the search found",
@@ -356,14 +390,18 @@ def search_space(subject: Subject, length: int, monotone: bool = True) -> Search
     return SearchSpace(rope_spectrum(encoding.base, dim), encoding.base, dim, trained, length / trained, monotone)
 
 
-def with_scaling(layers: Sequence[Layer], scaling: Scaling, training_length: int) -> tuple[Layer, ...]:
-    """The layers with a scaling where they can be rescaled."""
-    return tuple(
-        dataclasses.replace(layer, encoding=dataclasses.replace(layer.encoding, scaling=scaling))
-        if can_scale(layer, training_length)
-        else layer
-        for layer in layers
-    )
+def with_scaling(
+    layers: Sequence[Layer], scaling: Scaling, training_length: int, logit_scale: float | Beta = 1.0
+) -> tuple[Layer, ...]:
+    """The layers with a scaling, and a logit scale other than 1, where they can be rescaled."""
+
+    def scaled(layer: Layer) -> Layer:
+        encoding = dataclasses.replace(layer.encoding, scaling=scaling)
+        return dataclasses.replace(
+            layer, encoding=encoding, **({} if logit_scale == 1.0 else {"logit_scale": logit_scale})
+        )
+
+    return tuple(scaled(layer) if can_scale(layer, training_length) else layer for layer in layers)
 
 
 def search_checkpoint(
@@ -390,17 +428,21 @@ def search_checkpoint(
     space = search_space(subject, length, monotone)
     forward = Forward(complete(subject.checkpoint.model), tensor=tensor_shards(subject.lm.mesh))
     params = forward.place(subject.checkpoint.params)
-    names = objective or default_objective(data)
     show(f"search at {length:,} tokens: {settings.measurements:,} candidates at most")
-    measured = make_objective(names, data, subject, forward, params, length, sequences)
+    measured = make_objective(objective, data, subject, forward, params, length, sequences)
     show(f"objective: {measured.describe()}")
 
-    def losses(population: Sequence[Divisors]) -> list[float]:
-        layers = [with_scaling(subject.lm.layers, space.table(one), space.training_length) for one in population]
+    def losses(population: Sequence[Genes]) -> list[float]:
+        layers = [space.layers(genes, subject.lm.layers) for genes in population]
         return [float(one) for one in measured.losses(forward, params, layers).sum(1)]
 
     search = DivisorSearch(space, settings)
-    about = {"checkpoint": subject.id, "length": length, "objective": list(names), "data": measured.fingerprint}
+    about = {
+        "checkpoint": subject.id,
+        "length": length,
+        "objective": [part.name for part in measured.parts],
+        "data": measured.fingerprint,
+    }
     search.run(losses, forward.candidates_at_once(sequences, length), directory / HISTORY, about, show)
     for form in ("svg", "png"):
         storage.write_file(directory / f"search.{form}", render(figure(search), form))
