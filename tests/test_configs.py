@@ -161,7 +161,7 @@ def test_costs_are_what_the_plan_computes(reference):
     """In the notes, and the same figure in the text."""
     config = _load(reference)
     if config.notes.cost.endswith("python -m pe_lab.plan"):  # that of a checkpoint which the user has
-        assert "model=own" in reference
+        assert "model=own" in reference or reference.startswith("extend.py")
         return
     if "CPU" in config.notes.cost or "a GPU" in config.notes.cost:
         assert "minutes" in config.notes.cost

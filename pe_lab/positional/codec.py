@@ -337,15 +337,15 @@ def layers(description: Any, num_layers: int, before: Sequence[Layer] | None = N
     Args:
       description: an encoding, a `Layer`, a text (see `parse`), the JSON of one, a sequence of these (or texts joined
         by `+`), which is repeated as a pattern and whose length must divide N, `pattern(...)`, or an edit of earlier
-        layers: `drop(...)`, `rescale(...)`, the text 'drop'.
+        layers: `drop(...)`, `rescale(...)`, the texts 'drop' and 'kept', which changes none.
       num_layers: N.
       before: the layers that an edit changes; None if there are none.
 
     Raises:
       ConfigError: an unknown description, a pattern that does not tile, an edit without layers before it.
     """
-    if isinstance(description, str) and description.strip() == "drop":
-        description = Drop()
+    if isinstance(description, str) and description.strip() in ("drop", "kept"):
+        description = Drop() if description.strip() == "drop" else Drop(layers=())
     if isinstance(description, Drop | Rescale):
         if before is None:
             raise ConfigError(

@@ -356,3 +356,10 @@ def test_layers_have_a_text_that_reads_as_them(described):
 def test_what_has_no_text_is_refused():
     with pytest.raises(UserError, match="bands has no text; describe it as an object"):
         text_of([Layer(Rope(), heads=(HeadEdit((0,), Bands(0.1)),))])
+
+
+def test_kept_changes_no_layer():
+    before = layers("rope:base=7/window=4+nope", 4)
+    assert layers("kept", 4, before) == read_with("kept", before, 16) == before
+    with pytest.raises(UserError, match="and there is none"):
+        layers("kept", 4)
