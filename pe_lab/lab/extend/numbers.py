@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pe_lab.results.records import Record
 from pe_lab.results.statistics import Difference, paired, paired_sum, paired_t, student
@@ -138,3 +138,39 @@ def interval(number: Number) -> tuple[float, float]:
         return math.nan, math.nan
     found = student(units)
     return number.mean + found.low - found.mean, number.mean + found.high - found.mean
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Numbers in tables
+
+
+def in_order(numbers: Iterable[Numbers]) -> list[At]:
+    """What was measured of any of them, by measure, then by length."""
+    names = list(MEASURES)
+    return sorted({at for one in numbers for at in one}, key=lambda at: (names.index(at.measure), at.length))
+
+
+def shown_number(numbers: Numbers, at: At) -> str:
+    """A number in a table; "" for none."""
+    if at not in numbers:
+        return ""
+    return f"{numbers[at].mean:.3f}" if MEASURES[at.measure].lower else f"{100 * numbers[at].mean:.1f}%"
+
+
+def shown_difference(found: Difference | None) -> str:
+    """A difference of losses with its 95% interval; "" for none."""
+    if found is None:
+        return ""
+    if math.isnan(found.low):
+        return f"{found.mean:+.3f}"
+    return f"{found.mean:+.3f} ({found.low:+.3f} to {found.high:+.3f})"
+
+
+def numbers_json(numbers: Numbers) -> list[dict[str, Any]]:
+    """The numbers as JSON."""
+    return [{**at._asdict(), "mean": one.mean, "units": list(one.units)} for at, one in numbers.items()]
+
+
+def numbers_from_json(found: Sequence[Mapping[str, Any]]) -> dict[At, Number]:
+    """The numbers that `numbers_json` wrote."""
+    return {At(one["measure"], one["length"]): Number(one["mean"], tuple(one["units"])) for one in found}

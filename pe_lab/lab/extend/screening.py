@@ -15,12 +15,14 @@ from pe_lab.lab.extend.methods import METHODS, YARN, Chosen
 from pe_lab.lab.extend.numbers import (
     MEASURES,
     At,
-    Number,
     Numbers,
+    in_order,
     numbers_of,
     score,
     score_difference,
     score_terms,
+    shown_difference,
+    shown_number,
 )
 from pe_lab.results.records import Record
 from pe_lab.results.statistics import Difference
@@ -105,16 +107,9 @@ def collect(chosen: Sequence[Chosen], records: Sequence[Record], target: int, tr
     return Screening({key: numbers_of(found) for key, found in mine.items()}, scales, target, trained)
 
 
-def columns(screening: Screening) -> list[At]:
-    """What was measured of any method: by measure, then by length."""
-    names = list(MEASURES)
-    known = {at for numbers in screening.numbers.values() for at in numbers}
-    return sorted(known, key=lambda at: (names.index(at.measure), at.length))
-
-
 def text_rows(screening: Screening) -> tuple[list[str], list[list[str]]]:
     """The table of a screening as texts: a method a row, the best first, each with its difference from YaRN."""
-    shown = columns(screening)
+    shown = [at for at in in_order(screening.numbers.values()) if at.length in (screening.trained, screening.target)]
     header = ["method", "β", "score", "against YaRN"]
     header += [f"{MEASURES[at.measure].title} {at.length / screening.trained:g}x" for at in shown]
     rows = []
@@ -123,19 +118,7 @@ def text_rows(screening: Screening) -> tuple[list[str], list[list[str]]]:
         found = screening.against(key, YARN) if key != YARN else None
         rows.append(
             [METHODS[key].name, "" if scale is None else f"{scale:.2f}", f"{screening.score(key):.3f}"]
-            + ["" if found is None else shown_difference(found)]
-            + [shown_number(numbers.get(at), at.measure) for at in shown]
+            + [shown_difference(found)]
+            + [shown_number(numbers, at) for at in shown]
         )
     return header, rows
-
-
-def shown_number(number: Number | None, measure: str) -> str:
-    """A number in a table; "" for none."""
-    if number is None:
-        return ""
-    return f"{number.mean:.3f}" if MEASURES[measure].lower else f"{100 * number.mean:.1f}%"
-
-
-def shown_difference(found: Difference) -> str:
-    """A difference of losses with its 95% interval."""
-    return f"{found.mean:+.3f} ({found.low:+.3f} to {found.high:+.3f})"

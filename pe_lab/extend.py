@@ -1,0 +1,323 @@
+"""`python -m pe_lab.extend --from=CHECKPOINT --length=4x`: a longer context, by the best method for this budget.
+
+It compares methods without training, trains the best few at equal FLOPs, measures them, and answers on a page which to
+take. Run it again to continue.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pe_lab.terminal import LiveText, argument_parser, bounded, console, leave, positive, stop_while_importing, works_on
+
+if __name__ == "__main__":
+    stop_while_importing()
+
+    from pe_lab.recipes import refuse_misspelt_keys
+
+    refuse_misspelt_keys()
+
+from pe_lab import storage
+from pe_lab.errors import ConfigError, UnsupportedError
+from pe_lab.lab.extend.budget import amount
+
+if TYPE_CHECKING:
+    from pe_lab.evaluation.variants import Subject
+    from pe_lab.lab.extend.extension import ExtensionPlan
+
+PARTS = ("screen", "train", "evaluate", "answer")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of this command."""
+    made = argument_parser(
+        "extend",
+        "A longer context for a checkpoint: methods are compared without training, the best few are trained at equal "
+        "FLOPs, and a page says which to take, by how much, and at what price. Run it again to continue.",
+        "Any key of the runs can be set (--config.mesh.context=8), and any option of suites (--evaluate.documents=32)",
+    )
+    add = made.add_argument
+    share, rate = bounded(float, 0.0, 1.0), bounded(float, 0.0, 1e3)
+    add("--from", dest="source", help="a run, a phase, a checkpoint, hf:DIR or gguf:FILE")
+    add("--length", default="4x", help="the target, such as 4x, 32k or 131072 (default: 4x)")
+    add(
+        "--data",
+        help="text to train and to measure on: a glob of .jsonl, .parquet or .txt files, a source as in recipes, or a "
+        "directory of pe_lab.prepare (default: the checkpoint's own)",
+    )
+    add("--workdir", help="where everything is kept (default: runs/NAME_LENGTH)")
+    add(
+        "--tokens",
+        type=amount,
+        help="that the arm without any change is trained on; the others spend as many FLOPs (default: 50M)",
+    )
+    add(
+        "--budget",
+        help="of all arms together instead: tokens, as 300M; FLOPs, as 2e18flops; or time on this machine, as 3h",
+    )
+    add("--methods", help="to compare without training (default: all): unchanged, pi, ntk, yarn, ...")
+    add("--arms", help="to train (default: unchanged, yarn, the best others, drope, slow_half)")
+    add(
+        "--best",
+        type=bounded(int, 0, 100),
+        default=2,
+        help="how many others are trained, the first in the screening (2)",
+    )
+    add("--seeds", default="1", help="of each arm: how many, or which: 3 is 0,1,2 (default: 1)")
+    add("--batch", type=amount, help="tokens a step (default: those of the checkpoint's run)")
+    add("--rate", type=rate, help="learning rate (default: a tenth of the checkpoint's peak, or 3e-5)")
+    add("--recalibration-rate", type=rate, help="of arms that lose an encoding (default: ten times --rate)")
+    add("--long", type=share, default=0.5, help="share of the text that is of long documents (0.5)")
+    add("--stages", type=positive, default=1, help="of growing lengths up to the target (1)")
+    teach = ("none", "logits", "hidden")
+    add("--distill", default="none", choices=teach, help="what the checkpoint teaches arms that lose an encoding")
+    add("--population", type=bounded(int, 0, 2**16), help="candidates of the search (64; 0: no search)")
+    add("--iterations", type=bounded(int, 0, 2**16), help="generations after the first (40)")
+    add("--search-sequences", type=positive, default=4, help="sequences that a candidate is measured on (4)")
+    add(
+        "--export",
+        metavar="FORM,...",
+        help="hf, gguf or both: export best/ too; what cannot be is told before training",
+    )
+    add("--no-training", action="store_true", help="compare without training, and stop")
+    add("--only", choices=PARTS, help="this part alone, of a command whose earlier parts are done")
+    add("--dry-run", action="store_true", help="print the plan with its cost, and do nothing")
+    add("--retry", action="store_true", help="train runs again that have failed")
+    add("--jobs", type=positive, help="runs at once (default: one for each GPU or TPU chip, or two cores)")
+    add("--on", default="local", help="where runs are trained: local, slurm (--slurm-time=24:00:00 ...) or ray")
+    return made
+
+
+@works_on
+def main(argv: Sequence[str]) -> int:
+    from pe_lab.lab.sweeps.runners import split_passed_on
+    from pe_lab.recipes import split_overrides
+
+    rest, overrides = split_overrides(argv)
+    rest, passed_on = split_passed_on(rest)
+    args = parser().parse_args(rest)
+    if not args.source:
+        raise ConfigError("--from is missing: which checkpoint is to get a longer context?")
+    if args.only not in ("screen", "evaluate"):
+        import jax
+
+        # Other parts need the devices, in processes of their own.
+        jax.config.update("jax_platforms", "cpu")
+    from pe_lab.lab.extend import extension
+    from pe_lab.lab.extend.best import parse_forms
+    from pe_lab.lab.extend.methods import parse_methods
+
+    subject = extension.described(args.source)
+    plan = make_plan(args, subject, overrides, passed_on["evaluate."])
+    extension.check(plan, subject)
+    out = console()
+    if forms := parse_forms(args.export):
+        named = [key for given in (args.methods, args.arms) if given for key in parse_methods(given)]
+        plan = without_unexportable(plan, subject, forms, named, out)
+    if args.dry_run:
+        _print_plan(plan, subject, out)
+        return 0
+    extension.check_plan(plan.directory, _asked(args, overrides, passed_on["evaluate."]))
+    line = shlex.join(["python", "-m", "pe_lab.extend", *argv])
+    for part in (args.only,) if args.only else PARTS:
+        if part in ("screen", "evaluate") and args.only is None:
+            status = _in_process(part, argv)
+        else:
+            status = _run_part(part, plan, subject, args, passed_on, line, out)
+        if status:
+            return status
+        if part == "screen" and plan.training is None:
+            return 0
+    return 0
+
+
+def _in_process(part: str, argv: Sequence[str]) -> int:
+    """Runs a part that needs the devices in a process of its own, so that they are free for the runs afterwards."""
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    environment |= {"JAX_PLATFORMS": os.environ["JAX_PLATFORMS"]} if "JAX_PLATFORMS" in os.environ else {}
+    return subprocess.run([sys.executable, "-m", "pe_lab.extend", *argv, f"--only={part}"], env=environment).returncode
+
+
+def make_plan(
+    args: argparse.Namespace, subject: Subject, overrides: Mapping[str, str], options: Mapping[str, str]
+) -> ExtensionPlan:
+    """The plan that a command line asks for; raises `ConfigError` for what contradicts the checkpoint."""
+    from pe_lab.evaluation.command_line import parse_length
+    from pe_lab.evaluation.suites import check_options
+    from pe_lab.lab.extend.arms import TrainingSettings, flops_per_token
+    from pe_lab.lab.extend.budget import TOKENS, tokens_of
+    from pe_lab.lab.extend.extension import ExtensionPlan, data_of
+    from pe_lab.lab.extend.methods import SEARCHED, parse_methods
+    from pe_lab.lab.extend.search import SearchSettings
+    from pe_lab.lab.sweeps import parse_seeds
+    from pe_lab.recipes import name_of
+
+    target = parse_length("--length", args.length, subject.training_length)
+    data = data_of(args.data, subject)
+    given = {name.replace("-", "_"): value or True for name, value in options.items()}
+    check_options(given)
+    measured = {"documents": 16, "windows": 64, "tokens": 4 * target, "fit_tokens": 2 * target} | given
+    searches = args.population != 0
+    methods = tuple(key for key in parse_methods(args.methods) if searches or key != SEARCHED)
+    arms = parse_methods(args.arms) if args.arms else ()
+    for key in arms:
+        if key == SEARCHED and not searches:
+            raise ConfigError("--arms=searched needs a search, and --population=0 has none.")
+    search = {"population": args.population, "iterations": args.iterations}
+    seeds = tuple(parse_seeds(args.seeds))
+    count = len(arms) or 2 + args.best + 2
+    if args.budget and args.tokens:
+        raise ConfigError("--tokens are an arm's, and --budget is that of all arms: give one of them.")
+    each = flops_per_token(subject, subject.lm.layers, target)
+    tokens = tokens_of(args.budget, each, count * len(seeds)) if args.budget else args.tokens or TOKENS
+    training = None
+    if not args.no_training:
+        training = TrainingSettings(
+            args.source,
+            data,
+            target,
+            tokens,
+            args.batch or 0,
+            args.rate or 0.0,
+            args.recalibration_rate or 0.0,
+            args.long,
+            args.stages,
+            args.distill,
+            dict(overrides),
+        )
+    elif args.arms or args.budget or args.tokens:
+        raise ConfigError("--no-training trains nothing: leave --arms, --tokens and --budget out.")
+    where = args.workdir or f"runs/{name_of(args.source)}_{target}"
+    return ExtensionPlan(
+        args.source,
+        target,
+        methods,
+        arms,
+        args.best,
+        training,
+        seeds,
+        SearchSettings(**{key: value for key, value in search.items() if value is not None}) if searches else None,
+        args.search_sequences,
+        measured,
+        data,
+        storage.path("--workdir", where),
+    )
+
+
+def _asked(args: argparse.Namespace, overrides: Mapping[str, str], options: Mapping[str, str]) -> dict[str, Any]:
+    """What decides the results, for `extend.json`."""
+    aside = ("workdir", "only", "dry_run", "retry", "jobs", "on", "export")
+    return {
+        **{name: value for name, value in vars(args).items() if name not in aside},
+        "config": dict(overrides),
+        "evaluate": dict(options),
+    }
+
+
+def _print_plan(plan: ExtensionPlan, subject: Subject, out: Any) -> None:
+    """Prints what would be done, with its cost."""
+    from pe_lab.lab.extend.arms import flops_per_token, plan_arms
+    from pe_lab.lab.extend.extension import ALWAYS, FORMS, lengths_of
+    from pe_lab.lab.extend.methods import Extension, choose
+    from pe_lab.lab.extend.page import plan_rows
+    from pe_lab.terminal import table
+
+    lengths = lengths_of(plan, subject)
+    forward = {n: flops_per_token(subject, subject.lm.layers, n) / 3 for n in lengths}
+    documents, fits = int(plan.options["documents"]), 10 * int(plan.options["fit_tokens"])
+    read = {n: documents * n + (fits if n > subject.training_length else 0) for n in lengths}
+    flops = len(plan.methods) * sum(read[n] * forward[n] for n in lengths)
+    out.print(
+        f"Without training: {len(plan.methods)} methods at {', '.join(f'{n:,}' for n in lengths)} tokens, about "
+        f"{flops:.1e} FLOPs."
+    )
+    searched = 0.0
+    if plan.search is not None:
+        searched = plan.search.measurements * 2 * plan.search_sequences * plan.target * forward[plan.target]
+        out.print(f"Search: {plan.search.measurements:,} candidates, about {searched:.1e} FLOPs.")
+    if plan.training is None:
+        return
+    keys = plan.arms or (*ALWAYS, *FORMS)
+    chosen, impossible = choose(keys, Extension(subject, plan.target))
+    arms, _ = plan_arms(chosen, subject, plan.training, {"searched": searched})
+    out.print(table(*plan_rows(arms)))
+    for key, reason in impossible.items():
+        out.print(f"{key} is not trained: {reason}.")
+    if not plan.arms:
+        out.print(f"And the best {plan.train_best} of the screening.")
+    count = (len(arms) + (0 if plan.arms else plan.train_best)) * len(plan.seeds)
+    total = sum(arm.flops for arm in arms) / max(len(arms), 1) * count
+    out.print(f"{count} runs, {total:.2e} FLOPs of training in all.")
+
+
+def _run_part(
+    part: str,
+    plan: ExtensionPlan,
+    subject: Subject,
+    args: argparse.Namespace,
+    passed_on: Mapping[str, Mapping[str, str]],
+    line: str,
+    out: Any,
+) -> int:
+    from pe_lab.lab.extend import extension
+    from pe_lab.lab.extend.best import parse_forms, write_best
+    from pe_lab.lab.extend.page import plan_rows
+    from pe_lab.lab.extend.screening import text_rows
+    from pe_lab.lab.sweeps.runners import make_runner
+    from pe_lab.lab.sweeps.state import Board, short
+    from pe_lab.terminal import table
+
+    def show(text: str) -> None:
+        print(text, flush=True)
+
+    if part == "screen":
+        screened = extension.screen_methods(plan, show)
+        out.print(table(*text_rows(screened.screening)))
+    elif part == "train":
+        arms = extension.make_arms(plan, subject, extension.read_screened(plan), show)
+        out.print(table(*plan_rows(arms)))
+        runner = make_runner(args.on, args.jobs, passed_on)
+        with LiveText(out) as live:
+            states, stopped = extension.train_arms(plan, arms, runner, args.retry, line, Board(out, live))
+        if stopped:
+            return os.EX_TEMPFAIL
+        for state in extension.failed(states):
+            log = plan.directory / "arms" / "logs" / f"{state.cell.name}.log"
+            out.print(f"FAILED {short(state)}: {state.error} (log: {log}); --retry trains it again")
+        return 1 if extension.failed(states) else 0
+    elif part == "evaluate":
+        extension.write_answer(plan, extension.evaluate_arms(plan, show), extension.read_screened(plan).screening)
+    else:
+        write_best(plan, parse_forms(args.export), show)
+    return 0
+
+
+def without_unexportable(
+    plan: ExtensionPlan, subject: Subject, forms: Sequence[str], named: Sequence[str], out: Any
+) -> ExtensionPlan:
+    """The plan without the methods that cannot be exported.
+
+    Raises:
+      UnsupportedError: the command line names one of them.
+    """
+    from pe_lab.lab.extend.best import not_exportable
+    from pe_lab.lab.extend.methods import METHODS
+
+    reasons = not_exportable(plan, subject, forms)
+    for key, reason in reasons.items():
+        if key in named:
+            raise UnsupportedError(f"--export: {METHODS[key].name} cannot be exported: {reason}")
+        out.print(f"{METHODS[key].name} left out, since it cannot be exported: {reason}")
+    methods = tuple(key for key in plan.methods if key not in reasons)
+    return dataclasses.replace(plan, methods=methods, left_out=tuple(reasons))
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -1,0 +1,98 @@
+"""The checkpoint of an answer: the trained weights with their encoding, as a run's child, and its exports."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from pe_lab import storage
+from pe_lab.checkpoints.checkpoint import open_checkpoint, open_source
+from pe_lab.checkpoints.gguf.export import plan_gguf
+from pe_lab.checkpoints.hf_export import plan_export
+from pe_lab.checkpoints.surgery import write_child
+from pe_lab.data.tokenizers import load_tokenizer, save_tokenizer
+from pe_lab.errors import ConfigError, UnsupportedError, UserError
+from pe_lab.evaluation.targets import locate
+from pe_lab.evaluation.variants import Subject
+from pe_lab.lab.extend.extension import ALWAYS, ANSWER, FORMS
+from pe_lab.lab.extend.methods import METHODS, Extension, choose
+from pe_lab.positional import Beta, Layer
+from pe_lab.storage import AnyPath, read_json
+
+if TYPE_CHECKING:
+    from pe_lab.lab.extend.extension import ExtensionPlan
+
+BEST = "best"
+FORMS_OF_EXPORT = ("hf", "gguf")
+
+
+def parse_forms(text: str | None) -> tuple[str, ...]:
+    """The forms of `--export`; `ConfigError` for one that there is not."""
+    found = tuple(filter(None, (part.strip() for part in (text or "").split(","))))
+    for one in found:
+        if one not in FORMS_OF_EXPORT:
+            raise ConfigError(f"--export={text}: there is no form '{one}'. Allowed: {', '.join(FORMS_OF_EXPORT)}.")
+    return found
+
+
+def not_exportable(plan: ExtensionPlan, subject: Subject, forms: Sequence[str]) -> dict[str, str]:
+    """{key: why a method of the plan cannot be exported in one of the forms}, as far as that is known before."""
+    keys = tuple(dict.fromkeys((*plan.methods, *plan.arms, *ALWAYS, *FORMS)))
+    chosen, _ = choose(keys, Extension(subject, plan.target))
+    source, found = open_source(locate(plan.source).paths[-1]), {}
+    for one in chosen:
+        changed = copy.copy(source)
+        changed.layers = one.layers
+        for form in forms:
+            try:
+                if form == "hf":
+                    plan_export(changed, length=plan.target)
+                else:
+                    plan_gguf(changed, length=plan.target)
+            except UnsupportedError as error:
+                found.setdefault(one.key, str(error))
+    return found
+
+
+def write_best(plan: ExtensionPlan, forms: Sequence[str], show: Callable[[str], None]) -> AnyPath:
+    """Writes `best/`, the arm that the answer chooses with the logit scale that fits it, and its exports.
+
+    Of several seeds it is the first.
+    """
+    answer = read_json(plan.directory / ANSWER)
+    arm = next(one for one in answer["arms"] if one["method"] == answer["chosen"])
+    run = plan.directory / "arms" / f"{arm['method']}__seed={plan.seeds[0]}"
+    parent = open_checkpoint(str(run))
+    layers = with_scale(parent.layers, arm["scale"], int(parent.metadata["training_length"]), plan.target)
+    to = plan.directory / BEST
+    if storage.exists(to):
+        storage.remove_tree(to)
+    tokenizer = load_tokenizer(parent.tokenizer) if parent.tokenizer else None
+    saved = None if tokenizer is None else functools.partial(save_tokenizer, tokenizer)
+    what = f"{METHODS[arm['method']].name}, the answer of pe_lab.extend at {plan.target:,} tokens"
+    write_child(parent, layers, to, what, saved)
+    show(f"{to}: {what}")
+    for form in forms:
+        target = plan.directory / ("best-hf" if form == "hf" else "best.gguf")
+        if storage.exists(target):
+            storage.remove_tree(target) if target.is_dir() else target.unlink()
+        line = ["-m", "pe_lab.convert", f"--from={to}", f"--to={form}:{target}", f"--length={plan.target}"]
+        done = subprocess.run([sys.executable, *line], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise UserError(f"--export={form}: {done.stderr.strip().removeprefix('error: ')}")
+        show(done.stdout.strip())
+    return to
+
+
+def with_scale(layers: Sequence[Layer], scale: float, training_length: int, target: int) -> tuple[Layer, ...]:
+    """The layers with a logit scale that is 1 up to the training length, and `scale` at the target."""
+    if scale == 1 or target <= training_length:
+        return tuple(layers)
+    law = Beta((scale - 1) / math.log(target / training_length), training_length)
+    return tuple(dataclasses.replace(layer, logit_scale=law) for layer in layers)

@@ -1,0 +1,413 @@
+"""The extension of a context from a checkpoint to an answer: screening, search, training at equal FLOPs, evaluation.
+
+Everything is kept in one directory, and a command that was stopped goes on where it was:
+
+  extend.json       what was asked for
+  screening/        records of the methods without training, the cost of each layer, and the search
+  arms/             a sweep: a run for each method and seed, with its evaluation
+  before/           records of the checkpoint as it was, beyond the target
+  answer.json, report.html, table.md
+  best/             a child of the checkpoint, or the trained weights, with the encoding of the answer
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pe_lab import storage
+from pe_lab.analysis.sequences import data_of as own_data
+from pe_lab.checkpoints.checkpoint import Checkpoint, open_source
+from pe_lab.config import DataConfig, SourceConfig, to_json
+from pe_lab.data.mixture import open_mixture
+from pe_lab.data.sources import KINDS
+from pe_lab.errors import ConfigError, DataError
+from pe_lab.evaluation.scoring.forward import Forward, tensor_shards
+from pe_lab.evaluation.suites.long_range import choose_documents, document_sizes
+from pe_lab.evaluation.targets import load_subjects, locate
+from pe_lab.evaluation.variants import Subject
+from pe_lab.lab.extend.answer import Answer, Trained, answer_json, answer_rows, make_answer
+from pe_lab.lab.extend.arms import (
+    ExtensionArm,
+    TrainingSettings,
+    check_documents,
+    flops_per_token,
+    make_sweep_of,
+    plan_arms,
+)
+from pe_lab.lab.extend.methods import (
+    METHODS,
+    SEARCHED,
+    UNCHANGED,
+    YARN,
+    Chosen,
+    Extension,
+    choose,
+    layer_costs,
+)
+from pe_lab.lab.extend.numbers import Numbers, numbers_from_json, numbers_json, over_seeds
+from pe_lab.lab.extend.page import html_page, markdown
+from pe_lab.lab.extend.screening import Screening, screen
+from pe_lab.lab.extend.search import HISTORY, SearchSettings, search_checkpoint
+from pe_lab.lab.sweeps import CellState, Runner, run_sweep
+from pe_lab.lab.sweeps.state import COMPLETE
+from pe_lab.language_model import LanguageModel
+from pe_lab.model import complete
+from pe_lab.positional import Layer, from_json
+from pe_lab.results.records import digest, finite
+from pe_lab.storage import AnyPath, exists, read_json, write_json
+from pe_lab.terminal import table
+
+PLAN, SCREENED = "extend.json", "screening.json"
+ANSWER, PAGE, TABLE = "answer.json", "report.html", "table.md"
+FEWEST_DOCUMENTS = 4  # of twice the target, for that to be measured
+Show = Callable[[str], None]  # prints a line
+Look = Callable[[Sequence[CellState]], None]
+ALWAYS = (UNCHANGED, YARN)  # are trained in any case
+SAME_FREQUENCIES = ("ntk_by_parts", "dynamic_ntk")  # at the target as YaRN and NTK
+FORMS = ("drope", "slow_half")  # DroPE, and the drop of half of the pairs: trained unless others are named
+
+
+@dataclass(frozen=True)
+class ExtensionPlan:
+    """What is asked for.
+
+    Attributes:
+      source: the checkpoint, as `--from` gives it.
+      target: in tokens.
+      methods: to compare without training.
+      arms: to train; (): `ALWAYS`, the best `train_best` of the screening, and `FORMS`.
+      training: what all arms have in common; None: nothing is trained.
+      seeds: of the arms.
+      search: None: nothing is searched.
+      options: of suites.
+      directory: of everything.
+      left_out: methods that are not trained, since they cannot be exported.
+    """
+
+    source: str
+    target: int
+    methods: tuple[str, ...]
+    arms: tuple[str, ...]
+    train_best: int
+    training: TrainingSettings | None
+    seeds: tuple[int, ...]
+    search: SearchSettings | None
+    search_sequences: int
+    options: Mapping[str, Any]
+    data: DataConfig
+    directory: AnyPath
+    left_out: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Screened:
+    """What the screening has left in its directory.
+
+    Attributes:
+      layers: {key: the layers of a possible method}.
+      impossible: {key: why a method is none here}.
+      searched_flops: that the search took.
+    """
+
+    screening: Screening
+    layers: Mapping[str, tuple[Layer, ...]]
+    impossible: Mapping[str, str]
+    searched_flops: float = 0.0
+
+    def chosen(self, keys: Sequence[str]) -> list[Chosen]:
+        """The possible ones of these methods."""
+        return [Chosen(key, self.layers[key]) for key in keys if key in self.layers]
+
+
+def lengths_of(plan: ExtensionPlan, subject: Subject) -> tuple[int, ...]:
+    """From the training length to the target, in factors of 2."""
+    return factors_of_two(subject.training_length, plan.target)
+
+
+def check(plan: ExtensionPlan, subject: Subject) -> None:
+    """Checks what can be checked before anything is measured.
+
+    Raises:
+      ConfigError: the target is not beyond the training length.
+      DataError: no held-out document, or none to train on, has the length of the target.
+    """
+    trained = subject.training_length
+    if plan.target <= trained:
+        raise ConfigError(
+            f"--length={plan.target}: the checkpoint was trained on {trained:,} tokens. Give more, such as 4x."
+        )
+    texts = [one for one in open_mixture(plan.data).sources if one.prepared is not None]
+    if plan.training is not None and plan.training.long:
+        check_documents(plan.data, plan.target)
+    streams = [one.prepared.streams["validation"] for one in texts]
+    if any(choose_documents(stream, plan.target, 1) for stream in streams):
+        return
+    sizes = [document_sizes(stream) for stream in streams]
+    count, longest = sum(map(len, sizes)), max((int(one.max(initial=0)) for one in sizes), default=0)
+    raise DataError(
+        f"None of {count:,} held-out documents has more than {plan.target:,} tokens; the longest has {longest:,}. Give "
+        "--data with longer documents, or a shorter --length."
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Without training
+
+
+def screen_methods(plan: ExtensionPlan, show: Show) -> Screened:
+    """Measures all methods without training, after the costs of layers and the search that some need."""
+    subject = load(plan.source)
+    check(plan, subject)
+    where = plan.directory / "screening"
+    keys = tuple(dict.fromkeys((*plan.methods, *plan.arms, *ALWAYS, *FORMS)))
+    needs = {METHODS[key].needs for key in keys}
+    given, flops = Extension(subject, plan.target), 0.0
+    if "layer_costs" in needs:
+        given = dataclasses.replace(given, layer_costs=_layer_costs(plan, subject, where, show))
+    if "searched" in needs and plan.search is not None:
+        search, objective = search_checkpoint(
+            subject, plan.data, plan.target, where, plan.search, sequences=plan.search_sequences, show=show
+        )
+        forward = flops_per_token(subject, subject.lm.layers, plan.target) / 3
+        flops = len(search.history) * objective.tokens * forward
+        given = dataclasses.replace(given, searched=search.space.layers(search.best.genes, subject.lm.layers))
+        show(f"{where / HISTORY}: {len(search.history):,} candidates, {flops:.2e} FLOPs")
+    chosen, impossible = choose(keys, given)
+    for key in (key for key in plan.methods if key in impossible):
+        show(f"{METHODS[key].name} left out: {impossible[key]}.")
+    screened = [one for one in chosen if one.key in plan.methods]
+    found = screen(subject, plan.data, screened, lengths_of(plan, subject), where, plan.options)
+    made = Screened(found, {one.key: one.layers for one in chosen}, impossible, flops)
+    write_json(where / SCREENED, _screened_json(made))
+    return made
+
+
+def _layer_costs(plan: ExtensionPlan, subject: Subject, where: AnyPath, show: Show) -> dict[int, float]:
+    file = where / "layer_costs.json"
+    about = {"checkpoint": subject.id, "data": _data_digest(plan.data)}
+    if storage.is_file(file) and {key: (found := read_json(file)).get(key) for key in about} == about:
+        return {int(n): float(cost) for n, cost in found["costs"].items()}
+    show("the cost of dropping each layer's encoding, one at a time")
+    forward = Forward(complete(subject.checkpoint.model), tensor=tensor_shards(subject.lm.mesh))
+    costs = layer_costs(subject, plan.data, forward, forward.place(subject.checkpoint.params))
+    write_json(file, {**about, "costs": {str(n): cost for n, cost in costs.items()}})
+    return costs
+
+
+def _screened_json(made: Screened) -> dict[str, Any]:
+    found = made.screening
+    return {
+        "target": found.target,
+        "training_length": found.trained,
+        "numbers": {key: numbers_json(numbers) for key, numbers in found.numbers.items()},
+        "scales": {key: {str(n): scale for n, scale in scales.items()} for key, scales in found.scales.items()},
+        "layers": {key: [to_json(layer) for layer in layers] for key, layers in made.layers.items()},
+        "impossible": dict(made.impossible),
+        "searched_flops": made.searched_flops,
+    }
+
+
+def read_screened(plan: ExtensionPlan) -> Screened:
+    """What `screen_methods` has written; `DataError` if it has not."""
+    file = plan.directory / "screening" / SCREENED
+    if not storage.is_file(file):
+        raise DataError(f"'{plan.directory}' has no screening yet. Run the command without --only first.")
+    found = read_json(file)
+    return Screened(
+        Screening(
+            {key: numbers_from_json(numbers) for key, numbers in found["numbers"].items()},
+            {key: {int(n): scale for n, scale in scales.items()} for key, scales in found["scales"].items()},
+            found["target"],
+            found["training_length"],
+        ),
+        {key: tuple(map(from_json, layers)) for key, layers in found["layers"].items()},
+        found["impossible"],
+        found["searched_flops"],
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Training
+
+
+def default_arms(plan: ExtensionPlan, screening: Screening) -> tuple[str, ...]:
+    """Always no change and YaRN, the best of the screening beside them, DroPE and the drop of the slow half."""
+    others = [key for key in screening.ranked() if key not in (*ALWAYS, *FORMS, *SAME_FREQUENCIES)]
+    best = others[: plan.train_best]
+    return tuple(key for key in dict.fromkeys((*ALWAYS, *best, *FORMS)) if key not in plan.left_out)
+
+
+def make_arms(plan: ExtensionPlan, subject: Subject, screened: Screened, show: Show) -> list[ExtensionArm]:
+    """The arms to train, at equal FLOPs."""
+    assert plan.training is not None
+    keys = plan.arms or default_arms(plan, screened.screening)
+    chosen = screened.chosen(keys)
+    arms, left_out = plan_arms(chosen, subject, plan.training, {SEARCHED: screened.searched_flops})
+    reasons = {key: reason for key, reason in screened.impossible.items() if key in keys}
+    for key, reason in {**reasons, **left_out}.items():
+        show(f"{METHODS[key].name} is not trained: {reason}.")
+    return arms
+
+
+def train_arms(
+    plan: ExtensionPlan, arms: Sequence[ExtensionArm], runner: Runner, retry: bool, command: str, look: Look
+) -> tuple[list[CellState], bool]:
+    """Trains the arms; the states of their runs, and whether they were stopped."""
+    assert plan.training is not None
+    sweep = make_sweep_of(arms, plan.training, plan.seeds, plan.directory / "arms")
+    _, states, stopped = run_sweep(sweep, runner, retry, command, look)
+    return [state for state in states if state.cell.name in sweep.names], stopped
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Evaluation
+
+
+def evaluate_arms(plan: ExtensionPlan, show: Show) -> Answer:
+    """Measures the checkpoint as it was and all runs, from the training length to twice the target."""
+    screened, subject = read_screened(plan), load(plan.source)
+    arms = make_arms(plan, subject, screened, lambda line: None)
+    lengths = _final_lengths(plan, subject, show)
+    best = [key for key in screened.screening.ranked() if key in {arm.key for arm in arms}][:1]
+    untrained = screened.chosen(tuple(dict.fromkeys((UNCHANGED, YARN, *best))))
+    before = screen(subject, plan.data, untrained, lengths, plan.directory / "before", plan.options)
+    trained_length = subject.training_length
+    del subject
+    files = sorted((plan.directory / "before" / "long_range.key_tokens").glob("*.json"))
+    options = {**plan.options, "reference": str(files[-1]) if len(files) == 1 else plan.source}
+    trained = []
+    for arm in arms:
+        of_seeds: list[Numbers] = []
+        for seed in plan.seeds:
+            run = plan.directory / "arms" / f"{arm.key}__seed={seed}"
+            show(f"evaluation of {run.name}")
+            model = load(str(run))
+            own = Chosen(arm.key, model.lm.layers)
+            found = screen(model, plan.data, [own], lengths, run / "evaluation", options)
+            of_seeds.append(found.numbers[arm.key])
+        trained.append(Trained(arm, over_seeds(of_seeds), found.scales[arm.key].get(plan.target, 1.0)))
+    return make_answer(
+        trained, before.numbers[UNCHANGED], screened.screening, plan.target, trained_length, len(plan.seeds)
+    )
+
+
+def _final_lengths(plan: ExtensionPlan, subject: Subject, show: Show) -> tuple[int, ...]:
+    """From the training length to twice the target, where there are held-out documents of that length."""
+    twice, sources = 2 * plan.target, open_mixture(plan.data).sources
+    streams = [one.prepared.streams["validation"] for one in sources if one.prepared is not None]
+    if any(len(choose_documents(stream, twice, FEWEST_DOCUMENTS)) == FEWEST_DOCUMENTS for stream in streams):
+        return (*lengths_of(plan, subject), twice)
+    show(
+        f"Fewer than {FEWEST_DOCUMENTS} held-out documents have more than {twice:,} tokens: nothing is measured there."
+    )
+    return lengths_of(plan, subject)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Checkpoints
+
+
+def load(source: str) -> Subject:
+    """The last checkpoint that a path means, with its weights."""
+    target = locate(source)
+    (subject,) = load_subjects(target, target.paths[-1:])
+    if not subject.checkpoint.metadata.get("training_length"):
+        raise ConfigError(f"'{source}' does not tell its training length: import it with pe_lab.convert first.")
+    return subject
+
+
+def data_of(given: str | None, subject: Subject) -> DataConfig:
+    """The data of `--data`, or of the checkpoint's run.
+
+    Raises:
+      ConfigError: neither tells any.
+    """
+    tokenizer = subject.checkpoint.tokenizer
+    if given is None:
+        if (own := own_data(subject)) is None:
+            raise ConfigError(f"'{subject.path}' does not tell its data. Give --data=SOURCE, such as 'books/*.jsonl'.")
+        # A tokenizer that the run trained would be another one, of other sources.
+        return dataclasses.replace(own, tokenizer=tokenizer) if tokenizer and not own.prepared else own
+    if storage.path("--data", given).is_dir():
+        return DataConfig(prepared=given)
+    if not tokenizer:
+        raise ConfigError(f"'{subject.path}' has no tokenizer, so that --data has to be a directory of pe_lab.prepare.")
+    source = given
+    if given.partition(":")[0] not in KINDS:
+        kinds = {".jsonl": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
+        kind = next((kind for end, kind in kinds.items() if re.search(rf"\{end}(\.\w+)?$", given)), "text")
+        source = f"{kind}:{given}"
+    return DataConfig((SourceConfig(source=source),), tokenizer=tokenizer, validation_fraction=0.05)
+
+
+def described(source: str) -> Subject:
+    """The last checkpoint that a path means, without its weights: for plans."""
+    target = locate(source)
+    opened = open_source(target.paths[-1])
+    metadata = {**opened.metadata, "training_length": opened.training_length}
+    path = storage.path("--from", target.paths[-1])
+    checkpoint = Checkpoint(path, 0, {}, opened.model, opened.layers, metadata, opened.tokenizer)
+    return Subject(LanguageModel(checkpoint, opened.layers, None), target.run, target.paths[-1])
+
+
+def factors_of_two(first: int, last: int) -> tuple[int, ...]:
+    """first, 2 first, 4 first, ... and last."""
+    found = []
+    while first < last:
+        found.append(first)
+        first *= 2
+    return (*found, last)
+
+
+def _data_digest(data: DataConfig) -> str:
+    return digest([[source.name, source.fingerprint] for source in open_mixture(data).sources])
+
+
+def failed(states: Sequence[CellState]) -> list[CellState]:
+    """The runs that are not complete."""
+    return [state for state in states if state.state != COMPLETE]
+
+
+def check_plan(directory: AnyPath, asked: Mapping[str, Any]) -> None:
+    """Writes what is asked for, or compares it with what the directory has.
+
+    Raises:
+      ConfigError: the directory has another extension, or other files.
+    """
+    file = directory / PLAN
+    if not exists(file):
+        if exists(directory) and any(not child.name.startswith(".") for child in storage.children(directory)):
+            raise ConfigError(f"--workdir '{directory}' is not empty and no extension. Choose a new directory.")
+        write_json(file, dict(asked))
+        return
+    before = read_json(file)
+    differing = [key for key in asked if before.get(key) != asked[key]]
+    if differing:
+        told = "; ".join(f"{key}: {before.get(key)} there, {asked[key]} here" for key in differing[:4])
+        raise ConfigError(f"--workdir '{directory}' is another extension ({told}). Choose another directory.")
+
+
+def write_answer(plan: ExtensionPlan, answer: Answer, screening: Screening) -> AnyPath:
+    """Writes answer.json, report.html and table.md; the path of the page."""
+    arms = [one.arm for one in answer.trained]
+    evaluate = f"python -m pe_lab.evaluate --from={plan.source} --suite=long_range,beta --fit-scale"
+    commands = [f"{evaluate} --positional='{arm.chosen.name}:{arm.chosen.text}'" for arm in arms[:1]]
+    if plan.training is not None:
+        sweep = make_sweep_of(arms, plan.training, plan.seeds, plan.directory / "arms")
+        commands += [shlex.join(["python", *cell.command(sweep.directory)[1:]]) for cell in sweep.asked]
+    files = {
+        plan.directory / ANSWER: json.dumps(finite(answer_json(answer)), indent=1, ensure_ascii=False) + "\n",
+        plan.directory / TABLE: markdown(answer, screening),
+        plan.directory / PAGE: html_page(answer, screening, plan.source, commands),
+    }
+    storage.write_files({path: text.encode() for path, text in files.items()})
+    print(answer.sentence(), flush=True)
+    print(table(*answer_rows(answer)), flush=True)
+    print(f"{plan.directory / PAGE}; open it in a browser.", flush=True)
+    return plan.directory / PAGE
