@@ -5,10 +5,10 @@ which to take; this is one of its arms by hand.
 
 Arguments: from=CHECKPOINT (a run, a phase or a step; hf:DIR, gguf:FILE), positional=ENCODING (kept: the checkpoint's
 own; drop: DroPE; or a text, as 'rope:base=1e6'), length=TOKENS (of the windows; 32768), data=SOURCE (stdlib, prose,
-text:GLOB, jsonl:GLOB, parquet:GLOB, hf:ORG/NAME, or a directory of pe_lab.prepare), steps (200), batch (windows a step;
-8), rate (3e-5), long (share of the windows from documents that fill one; 0.5), stages (1: all steps at `length`; 2: the
-first half of them at half of it, and so on), distill=none (or logits, hidden: the checkpoint as it was is the teacher),
-name. Values with a comma are quoted.
+text:GLOB, jsonl:GLOB, parquet:GLOB, hf:ORG/NAME, a directory of pe_lab.prepare; own: the data of the checkpoint's run),
+steps (200), batch (windows a step; 8), rate (3e-5), long (share of the text that is of documents that fill a window;
+0.5), stages (1: all steps at `length`; 2: the first half of them at half of it, and so on), distill=none (or logits,
+hidden: the checkpoint as it was is the teacher), name. Values with a comma are quoted.
 
 Train, after surgery:
   python -m pe_lab.surgery --from=runs/smollm2 --to=runs/yarn --positional=yarn:factor=4
@@ -32,7 +32,16 @@ from ml_collections import ConfigDict
 
 from pe_lab.errors import ConfigError
 from pe_lab.positional import drop
-from pe_lab.recipes import AUTO, corpus, name_of, number, phase, recipe_arguments
+from pe_lab.recipes import (
+    AUTO,
+    corpus,
+    data_of_checkpoint,
+    name_of,
+    number,
+    phase,
+    recipe_arguments,
+    with_long_documents,
+)
 
 
 def get_config(arg: str = "") -> ConfigDict:
@@ -50,15 +59,9 @@ def get_config(arg: str = "") -> ConfigDict:
 
     config = ConfigDict()
     config.name = arguments["name"] or f"extend_{name_of(start)}"
-    text = corpus(source)
-    if "prepared" in text:
-        text = dict(sources=[dict(source=f"prepared:{source}")])
-    (every,) = text["sources"]
-    config.data = dict(packing="best_fit", segments=True)
-    config.data.sources = [dict(every, weight=1 - share)]
-    if share:
-        config.data.sources.append(dict(every, weight=share, min_tokens=length, name="long documents"))
-    if not every["source"].startswith("prepared:"):
+    text = data_of_checkpoint(start) if source == "own" else corpus(source)
+    config.data = with_long_documents(text, share, length)
+    if source != "own" and "prepared" not in text:
         config.data.validation_fraction = 0.05
     config.model = dict(AUTO)
 

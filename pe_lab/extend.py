@@ -170,7 +170,8 @@ def make_plan(
     for key in arms:
         if key == SEARCHED and not searches:
             raise ConfigError("--arms=searched needs a search, and --population=0 has none.")
-    search = {"population": args.population, "iterations": args.iterations}
+    given_sizes = {"population": args.population, "iterations": args.iterations}
+    sizes = {key: value for key, value in given_sizes.items() if value is not None}
     seeds = tuple(parse_seeds(args.seeds))
     count = len(arms) or 2 + args.best + 2
     if args.budget and args.tokens:
@@ -203,7 +204,7 @@ def make_plan(
         args.best,
         training,
         seeds,
-        SearchSettings(**{key: value for key, value in search.items() if value is not None}) if searches else None,
+        SearchSettings(**sizes) if SEARCHED in (*methods, *arms) else None,
         args.search_sequences,
         measured,
         data,

@@ -278,6 +278,42 @@ def corpus(source: str, **options: Any) -> dict[str, Any]:
     return dict(prepared=source, **(dict(sources=[options]) if options else {}))
 
 
+def data_of_checkpoint(checkpoint: str) -> dict[str, Any]:
+    """`config.data` of the run that made a checkpoint, without its tokenizer, which a phase takes from the checkpoint.
+
+    Raises:
+      ConfigError: the checkpoint cannot be read, or does not tell its data.
+    """
+    from pe_lab.checkpoints.checkpoint import open_source  # loads JAX
+
+    try:
+        data = (open_source(checkpoint).metadata.get("config") or {}).get("data")
+    except UserError as error:
+        raise ConfigError(f"The data of '{checkpoint}' cannot be read: {error}") from None
+    if not data:
+        raise ConfigError(f"'{checkpoint}' does not tell its data: name a source.")
+    return {key: value for key, value in data.items() if key != "tokenizer"}
+
+
+def with_long_documents(data: Mapping[str, Any], share: float, length: int) -> dict[str, Any]:
+    """`config.data` with a share of the text's windows from documents of at least `length` tokens, packed whole."""
+    sources = [dict(one) for one in data.get("sources") or [{}]]
+    if data.get("prepared"):
+        text = [one for one in sources if one.get("source") != "needles"][:1] or [{}]
+        needles = [one for one in sources if one.get("source") == "needles"]
+        sources = [{**text[0], "source": f"prepared:{data['prepared']}", "options": {}}, *needles]
+    found = []
+    for n, one in enumerate(sources):
+        if one.get("source") == "needles" or not share:
+            found.append(one)
+            continue
+        weight = one.get("weight", 1.0)
+        name = f"{one.get('name') or f'source {n}'}, long documents"
+        found.append({**one, "weight": weight * (1 - share)})
+        found.append({**one, "weight": weight * share, "min_tokens": length, "name": name})
+    return {**data, "sources": found, "prepared": "", "packing": "best_fit", "segments": True}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What a recipe does not set
 

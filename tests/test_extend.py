@@ -2,14 +2,18 @@
 
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
+import pe_lab
 from pe_lab.config import DataConfig, SourceConfig
 from pe_lab.errors import UserError
+from pe_lab.extend import main
 from pe_lab.lab.extend import budget
 from pe_lab.lab.extend.answer import Trained, answer_json, answer_rows, make_answer, rank_correlation
 from pe_lab.lab.extend.arms import TrainingSettings, flops_per_token, plan_arms, training_data
@@ -181,3 +185,102 @@ def test_the_scale_of_the_answer_is_a_law_from_the_training_length():
     assert scaled[0].logit_scale == Beta((1.3 - 1) / math.log(4), 16)
     assert scaled[0].scale_at(16) == 1 and scaled[0].scale_at(64) == pytest.approx(1.3)
     assert with_scale((Layer(NoPE()),), 1.0, 16, 64) == (Layer(NoPE()),) == with_scale((Layer(NoPE()),), 1.3, 64, 64)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The command
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of a tiny model with RoPE on 16 tokens, and then without, on documents of 333 bytes and needles."""
+    directory = tmp_path_factory.mktemp("extend")
+    return tiny.save_run(directory / "run", tiny.corpus(directory / "texts", 6000))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--length=1x"], "--length=16: the checkpoint was trained on 16 tokens. Give more, such as 4x."),
+        (["--length=512"], "none of .* documents has 512 tokens; the longest has 335"),
+        (["--length=512", "--long=0"], "None of .* held-out documents has more than 512 tokens; the longest has 335"),
+        (["--tokens=100"], "less than one step of"),
+        (["--methods=pi,yran"], "--methods: there is no method 'yran'"),
+        (["--budget=soon"], "--budget='soon': give tokens, as 300M"),
+        (["--budget=3h", "--tokens=5M"], "give one of them"),
+        (["--arms=searched", "--population=0"], "--arms=searched needs a search"),
+        (["--no-training", "--tokens=5M"], "--no-training trains nothing"),
+        (["--export=onnx"], "--export=onnx: there is no form 'onnx'"),
+        (["--arms=clipped", "--export=hf"], "(?s)--export: clipped RoPE cannot be exported: .* has ClippedRope"),
+        (["--evaluate.documnets=4"], "evaluation.options: no suite has an option 'documnets'"),
+        (["--only=train"], "has no screening yet"),
+        (["--data=nowhere/*.jsonl"], "has no tokenizer, so that --data has to be a directory of pe_lab.prepare"),
+    ],
+)
+def test_bad_input_is_one_message_and_nothing_is_written(run, tmp_path, capsys, monkeypatch, arguments, says):
+    """Status 2, before anything is measured or trained; 0.3 s each."""
+    monkeypatch.chdir(tmp_path)
+    base = [f"--from={run}/pretrain", "--workdir=longer", "--dry-run"]
+    if arguments == ["--only=train"]:
+        base.remove("--dry-run")
+    assert main([*base, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert re.search(says, error) and error.startswith("error: ") and error.count("error: ") == 1
+    assert not (tmp_path / "longer/arms").exists() and not (tmp_path / "longer/screening").exists()
+
+
+def test_a_checkpoint_without_data_or_a_directory_of_something_else(run, tmp_path, capsys):
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken/file").write_text("x")
+    assert main([f"--from={run}/pretrain", f"--workdir={tmp_path}/taken", "--tokens=10000"]) == 2
+    assert "is not empty and no extension" in capsys.readouterr().err
+    assert main([f"--workdir={tmp_path}/new"]) == 2
+    assert "--from is missing" in capsys.readouterr().err
+
+
+def test_a_dry_run_prints_the_plan_with_its_cost(run, tmp_path, capsys):
+    asked = [f"--from={run}/pretrain", "--tokens=20000", "--batch=256", f"--workdir={tmp_path}/longer", "--dry-run"]
+    assert main(asked) == 0
+    out = capsys.readouterr().out
+    assert "14 methods at 16, 32, 64 tokens" in out and "And the best 2 of the screening." in out
+    rows = [line for line in out.splitlines() if line.startswith(("unchanged", "YaRN", "DroPE", "slow half"))]
+    assert len(rows) == 4 and "78 " in rows[0]  # steps of 256 tokens
+    assert "6 runs" in out and not (tmp_path / "longer").exists()
+
+
+@pytest.mark.slow
+def test_from_a_checkpoint_to_an_answer(run, tmp_path, capfd):
+    """Screening with a search, two seeds of three arms, evaluation, page and best; stopped once; 90 s."""
+    where = tmp_path / "longer"
+    asked = [f"--from={run}/pretrain", "--length=4x", "--tokens=20000", "--batch=256", "--seeds=2"]
+    asked += ["--population=8", "--iterations=1", "--search-sequences=4", "--methods=unchanged,pi,yarn,searched,drope"]
+    asked += ["--arms=unchanged,yarn,drope", "--evaluate.documents=4", "--evaluate.windows=8", f"--workdir={where}"]
+    assert main([*asked, "--only=screen"]) == 0
+    before = {file: file.stat().st_mtime_ns for file in (where / "screening").glob("*.jsonl")}
+    assert {file.name for file in before} == {"long_range.jsonl", "needles.jsonl", "beta.jsonl", "search.jsonl"}
+    assert main(asked) == 0
+    assert {file: file.stat().st_mtime_ns for file in before} == before  # nothing is measured again
+    out = capfd.readouterr().out
+    answer = json.loads((where / "answer.json").read_text())
+    assert answer["answer"] in out and answer["answer"] in (where / "table.md").read_text()
+    assert {one["method"] for one in answer["arms"]} == {"unchanged", "yarn", "drope"} and answer["seeds"] == 2
+    flops = [one["flops"] for one in answer["arms"]]
+    assert max(flops) - min(flops) < 0.03 * max(flops)
+    for one in answer["arms"]:
+        for number in one["numbers"]:
+            assert len(number["units"]) == 2 and number["mean"] == pytest.approx(np.mean(number["units"]))
+    page = (where / "report.html").read_text()
+    assert answer["answer"] in page and page.count("<svg") >= 6
+    best = pe_lab.load(where / "best")
+    arm = next(one for one in answer["arms"] if one["method"] == answer["chosen"])
+    trained = pe_lab.load(where / f"arms/{answer['chosen']}__seed=0")
+    assert same_parameters(best, trained)
+    scale = best.layers[0].scale_at(64)
+    assert scale == pytest.approx(arm["scale"] * trained.layers[0].scale_at(64), rel=1e-5)
+    assert main([*asked, "--seeds=1"]) == 2
+    assert "is another extension (seeds: 2 there, 1 here)" in capfd.readouterr().err
+
+
+def same_parameters(one, other):
+    pairs = zip(jax.tree.leaves(one.checkpoint.params), jax.tree.leaves(other.checkpoint.params), strict=True)
+    return all(np.array_equal(a, b) for a, b in pairs)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pe_lab.config import DataConfig, SourceConfig, to_json
+from pe_lab.config import DataConfig, from_dict, to_json
 from pe_lab.data.mixture import open_mixture
 from pe_lab.errors import ConfigError, DataError, UserError
 from pe_lab.evaluation.suites.long_range import document_sizes
@@ -17,7 +16,7 @@ from pe_lab.lab.extend.methods import UNCHANGED, Chosen
 from pe_lab.lab.sweeps import Sweep
 from pe_lab.lab.sweeps.cells import FILE, SweepCell, joined, load_sweep
 from pe_lab.model import complete, train_flops_per_token
-from pe_lab.recipes import load_config
+from pe_lab.recipes import load_config, with_long_documents
 from pe_lab.results.groups import SEEDS
 from pe_lab.storage import AnyPath, exists
 
@@ -165,20 +164,7 @@ def plan_arms(
 
 def training_data(data: DataConfig, long: float, length: int) -> DataConfig:
     """The data of an arm: a share `long` of the text's windows is of documents of at least `length` tokens."""
-    sources = list(data.sources)
-    if data.prepared:
-        text = [one for one in sources if one.source != "needles"][:1] or [SourceConfig()]
-        needles = [one for one in sources if one.source == "needles"]
-        sources = [dataclasses.replace(text[0], source=f"prepared:{data.prepared}", options={}), *needles]
-    found = []
-    for n, one in enumerate(sources):
-        if one.source == "needles" or not long:
-            found.append(one)
-            continue
-        found.append(dataclasses.replace(one, weight=one.weight * (1 - long)))
-        name = f"{one.name or f'source {n}'}, long documents"
-        found.append(dataclasses.replace(one, weight=one.weight * long, min_tokens=length, name=name))
-    return dataclasses.replace(data, sources=tuple(found), prepared="", packing="best_fit", segments=True)
+    return from_dict(DataConfig, with_long_documents(to_json(data), long, length))
 
 
 def check_documents(data: DataConfig, length: int) -> str:
