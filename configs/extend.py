@@ -8,7 +8,7 @@ own; drop: DroPE; or a text, as 'rope:base=1e6'), length=TOKENS (of the windows;
 text:GLOB, jsonl:GLOB, parquet:GLOB, hf:ORG/NAME, a directory of pe_lab.prepare; own: the data of the checkpoint's run),
 steps (200), batch (windows a step; 8), rate (3e-5), long (share of the text that is of documents that fill a window;
 0.5), stages (1: all steps at `length`; 2: the first half of them at half of it, and so on), distill=none (or logits,
-hidden: the checkpoint as it was is the teacher), name. Values with a comma are quoted.
+hidden: the checkpoint as it was is the teacher), size=full (or quick: 4 steps), name. Values with a comma are quoted.
 
 Train, after surgery:
   python -m pe_lab.surgery --from=runs/smollm2 --to=runs/yarn --positional=yarn:factor=4
@@ -48,9 +48,10 @@ def get_config(arg: str = "") -> ConfigDict:
     """`arg`: from=CHECKPOINT,positional=ENCODING,length=TOKENS, and others of the docstring's."""
     free = {"from": "runs/smollm2", "positional": "kept", "length": "32768", "data": "prose", "name": ""}
     free |= {"steps": "200", "batch": "8", "rate": "3e-5", "long": "0.5", "stages": "1"}
-    arguments = recipe_arguments(arg, distill=("none", "logits", "hidden"), **free)
+    arguments = recipe_arguments(arg, distill=("none", "logits", "hidden"), size=("full", "quick"), **free)
     start, source = arguments["from"].rstrip("/"), arguments["data"]
     length, steps, batch, stages = (number(arguments, key, int) for key in ("length", "steps", "batch", "stages"))
+    steps = min(steps, 4) if arguments["size"] == "quick" else steps
     share = number(arguments, "long")
     if not 0 <= share <= 1:
         raise ConfigError(f"long={share:g}: give the share of the windows from long documents, from 0 to 1.")

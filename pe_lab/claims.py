@@ -193,7 +193,8 @@ def _costs(stages: Sequence[Stage]) -> str:
             done = sum(cell.name not in left for cell in cells)
             rows.append([arm, f"{done} of {len(cells)}", *planned_texts(known[arm]), cells[0].reference])
         for arm in dict.fromkeys(arm for arm, _ in stage.edits):
-            rows.append([arm.name, "0", "?", "?", "?", f"{arm.recipe} after surgery {arm.surgery}"])
+            after = f" after surgery {arm.surgery}" if arm.surgery else ""
+            rows.append([arm.name, "0", "?", "?", "?", f"{arm.recipe}{after}"])
     return table(["arm", "trained", "parameters", "tokens", "FLOPs a seed", "recipe"], rows, words=1)
 
 

@@ -98,7 +98,8 @@ class LogitScale(TokenSuite):
         if not evaluation.text_sources:
             return f"a logit scale is fitted on held-out text, and its data ({evaluation.source_names}) has none"
         if max(evaluation.lengths) <= min(s.training_length for s in scaled):
-            return "no length is beyond the training length"
+            # Descriptions then have scale 1.
+            return "" if evaluation.plan.fit_scale else "no length is beyond the training length"
         try:
             texts = [text_of(evaluation, source) for source in evaluation.text_sources]
         except UserError as error:

@@ -39,7 +39,7 @@ class Stage:
 
     Attributes:
       sweep: of the cells whose config is known.
-      edits: (arm, seed) whose parent is to be edited before its config is known.
+      edits: (arm, seed) whose parent is to be trained, and edited by its surgery, before its config is known.
     """
 
     sweep: Sweep
@@ -65,7 +65,8 @@ def _make_stage(
     edits: list[tuple[Arm, int]] = []
     for arm in (arm for arm in claim.all_arms if arm.depth == depth):
         for seed in seeds:
-            if arm.surgery and not exists(arm.start(directory, seed)):
+            there = arm.parent is None or exists(arm.start(directory, seed))
+            if arm.surgery and not there:
                 edits.append((arm, seed))
                 continue
             name, reference = arm.cell(seed), arm.reference(size, directory, seed)
@@ -73,7 +74,10 @@ def _make_stage(
             try:
                 config = load_config(reference, keys, inherits=True, workdir=directory / name)
             except UserError as error:
-                raise type(error)(f"arm '{arm.name}': {error}") from None
+                if there:
+                    raise type(error)(f"arm '{arm.name}': {error}") from None
+                edits.append((arm, seed))
+                continue
             cells.append(SweepCell(name, {"arm": arm.name}, seed, reference, keys, config))
     described = {"recipe": f"claims-{size}", "overrides": dict(overrides), "grid": {"arm": []}, "seeds": []}
     evaluation = None if claim.evaluation is None else (LAST_PHASE, *claim.evaluation)
@@ -87,6 +91,8 @@ def _edit(stage: Stage, show: Callable[[str], None]) -> None:
     directory = stage.sweep.directory
     for arm, seed in stage.edits:
         assert arm.parent is not None
+        if not arm.surgery:
+            raise ConfigError(f"arm '{arm.name}': its parent {arm.parent.cell(seed)} is not trained.")
         to = arm.start(directory, seed)
         show(f"surgery {arm.surgery} for {arm.cell(seed)}")
         line = ["-m", "pe_lab.surgery", f"--from={directory / arm.parent.cell(seed)}", f"--to={to}"]
