@@ -55,8 +55,12 @@ class Collective:
 
         A ring enters and leaves each node once. As many rings as the node has of the devices share the bytes.
         """
-        nodes = len({member // size for member in self.members})
-        return self.wire * nodes // len(self.members) if nodes > 1 else 0
+        nodes, count = len({member // size for member in self.members}), len(self.members)
+        if nodes < 2:
+            return 0
+        if self.kind.endswith("all-to-all"):  # to each other member its own part
+            return self.wire * (count - count // nodes) // (count - 1)
+        return self.wire * nodes // count
 
 
 def wire_bytes(kind: str, payload: int, group: int) -> int:

@@ -89,6 +89,9 @@ def test_collectives_of_a_program_by_kind_axes_and_bytes():
         ("all-reduce", ("data", "fsdp")): own * 7 // 4 // 4,
     }  # fmt: skip
     assert not any(one.crossing(4) for one in found if one.axes == ("fsdp",))
+    # Of nodes of 2 devices, 2 of the 3 others in a group along "fsdp" are in another node.
+    of_fsdp = {one.kind: one.crossing(2) for one in found if one.axes == ("fsdp",)}
+    assert of_fsdp == {"all-gather": 3 * own // 2, "reduce-scatter": 3 * own // 2, "all-to-all": own // 2}
 
 
 def test_a_ring_sends_all_but_its_own_part():
