@@ -84,7 +84,7 @@ CUDNN = [f"dot_product_attention_{name}" for name in ("bwd", "fwd")]
     [("auto", "all-to-all", 42, CUDNN, 1), ("ring", "collective-permute", 248, RING, 8 * 3)],
 )
 def test_a_sequence_over_eight_gpus(tmp_path, way, kind, kibibytes, kernels, runs):
-    """35 s each. SmolLM2-1.7B's shape at 131,072 tokens: by heads with cuDNN, in a ring with pe_lab's kernels."""
+    """30 s each. SmolLM2-1.7B's shape at 131,072 tokens: by heads with cuDNN, in a ring with pe_lab's kernels."""
     recipe = [
         "--config=configs/drope_smollm.py:model=1.7b", "--topology=h100:8", "--explain", "--config.mesh.fsdp=1",
         "--config.mesh.context=8", "--config.phases.0.sequence_length=131072", "--config.phases.0.batch_size=8",

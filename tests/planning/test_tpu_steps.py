@@ -165,7 +165,7 @@ SPLASH = {"splash_mha_fwd_residuals", "splash_mha_dq_no_residuals", "splash_mha_
 # Of two layers: four steps of three pairs of half-blocks in a ring; by heads, one call.
 @pytest.mark.parametrize(("way", "kernels", "runs"), [("ring", RING, 2 * 4 * 3), ("auto", SPLASH, 2)])
 def test_attention_across_a_context_axis_is_a_kernel_in_both_passes(way, kernels, runs):
-    """45 s each. A ring calls pe_lab's kernels, forward and backward; by heads, each device calls splash."""
+    """20 s each. A ring calls pe_lab's kernels, forward and backward; by heads, each device calls splash."""
     model = SMALL["model"] | {"d_model": 512, "heads": 8, "kv_heads": 4, "remat": "dots_attention"}
     phases = [{**SMALL["phases"][0], "batch_size": 1, "sequence_length": 8192}]
     mesh = {"data": 1, "context": 4, "context_attention": way}
