@@ -28,7 +28,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     # as in appendix B of "Partial RoPE". RoPE base 500,000.
     "llama_8b_36": UNTIED
     | dict(vocab_size=50304, layers=36, d_model=4096, d_ff=14336, heads=32, kv_heads=8, head_dim=128),
-    # Llama 3.1 8B (meta-llama/Llama-3.1-8B, config.json). RoPE base 500,000, with llama3's scaling by 8 from 8,192 tokens.
+    # Llama 3.1 8B (meta-llama/Llama-3.1-8B, config.json). RoPE base 500,000, with llama3's scaling by 8 from 8,192
+    # tokens.
     "llama3_1_8b": UNTIED
     | dict(vocab_size=128256, layers=32, d_model=4096, d_ff=14336, heads=32, kv_heads=8, head_dim=128),
     # Llama 2 7B (meta-llama/Llama-2-7b-hf, config.json), which DroPE recalibrates. RoPE base 10,000.
