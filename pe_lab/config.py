@@ -142,6 +142,7 @@ class MeshConfig:
     fsdp: int = number(1, -1, 2**20)
     tensor: int = number(1, -1, 2**20)
     context: int = number(1, -1, 2**20)  # shards sequences along their length
+    context_attention: Literal["auto", "ring", "ulysses"] = "auto"  # auto: what sends less
     slices: int = number(0, 0, 2**20)  # TPU slices that a data-center network joins, along data; 0: the devices say
 
 

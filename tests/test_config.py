@@ -68,7 +68,8 @@ def test_a_key_inside_a_description_or_a_free_set_of_keys_is_not_judged_early(ke
 
 
 def test_a_key_like_no_other_lists_what_is_allowed(tmp_path):
-    with pytest.raises(UserError, match=r"config.mesh has no key 'zzz'. Allowed: context, data, fsdp, slices, tensor"):
+    allowed = "context, context_attention, data, fsdp, slices, tensor"
+    with pytest.raises(UserError, match=rf"config.mesh has no key 'zzz'. Allowed: {allowed}"):
         load_config(str(write_recipe(tmp_path)), {"mesh.zzz": "1"})
 
 

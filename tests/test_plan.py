@@ -404,11 +404,13 @@ def test_a_step_is_explained_and_compared_with_its_own_file(recipe, capsys, tmp_
 
 
 @pytest.mark.slow
-def test_a_sharded_sequence_is_not_gathered(recipe):
-    """Of the sequence, the ring sends keys and values alone. 3 s."""
-    plan = make_plan(load_config(recipe, {"mesh.fsdp": "2", "mesh.context": "2"}), parse_topology("cpu:8"))
+@pytest.mark.parametrize(("way", "kind"), [("ring", "collective-permute"), ("ulysses", "all-to-all")])
+def test_a_sharded_sequence_is_not_gathered(recipe, way, kind):
+    """Of the sequence, a ring sends keys and values alone; or tokens are exchanged for heads. 3 s each."""
+    mesh = {"mesh.fsdp": "2", "mesh.context": "2", "mesh.context_attention": way}
+    plan = make_plan(load_config(recipe, mesh), parse_topology("cpu:8"))
     traffic = explain_phase(plan, plan.phases[1])[1].traffic
-    assert any(row.kind == "collective-permute" and row.axes == "context" for row in traffic)
+    assert any(row.kind == kind and row.axes == "context" for row in traffic)
     assert not [row for row in traffic if row.kind == "all-gather" and "context" in row.axes]
 
 

@@ -148,6 +148,16 @@ def test_advice_is_the_smallest_change_that_fits(gib):
         assert ("(phase 'one')" in option) == (len(changes) == 1 and "accumulate" in option)
 
 
+@pytest.mark.parametrize(("accumulate", "more"), [(1, " --config.phases.0.accumulate=2 (phase 'one')"), ("auto", "")])
+def test_a_sequence_that_is_too_long_is_divided(accumulate, more):
+    """One sequence a chip, and nothing else to save: what a context axis takes of data and fsdp, it divides."""
+    long = {"phases.0.sequence_length": 2**17, "phases.0.batch_size": 4, "phases.0.accumulate": accumulate}
+    changes = long | {"model.remat": "full", "model.loss_chunks": 64, "mesh.fsdp": 4}
+    needed = planned(80, **changes).phases[0].memory.total / GIB
+    plan = planned(0.8 * needed, **changes)
+    assert step_advice(plan, plan.phases[0], None) == f"Try --config.mesh.context=2 --config.mesh.fsdp=2{more}."
+
+
 @pytest.mark.slow
 def test_advice_without_a_way_out_and_by_what_the_compiler_found():
     plan = planned(0.5)

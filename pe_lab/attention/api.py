@@ -41,7 +41,8 @@ def attention(
 ) -> Float[Array, "B T H K"]:
     """Causal self-attention with grouped queries, under the positional encoding of one layer.
 
-    On a mesh with a context axis, tokens are in the order of `parallel.balanced_order`, and keys travel around a ring.
+    On a mesh with a context axis, tokens are in the order of `parallel.balanced_order`, and attention crosses the axis
+    as `context_attention` says.
 
     Args:
       query, key, value: not rotated, not scaled; G divides H.
@@ -116,8 +117,9 @@ def attention(
     if chosen.kernel and query.shape[3] != K:
         # Kernels take one number of channels; more of them that are zero change neither logits nor outputs.
         query, key, value = (padded(one, 3, max(K, query.shape[3])) for one in (query, key, value))
-    if request.partial or chosen.kernel:
-        out = on_mesh(chosen, query, key, value, inputs)
+    if request.context or chosen.kernel:
+        exchanged = request.context is not None and request.context.name == "ulysses"
+        out = on_mesh(chosen, query, key, value, inputs, exchanged)
     else:
         out = chosen.run(query, key, value, inputs)
     out = out if out.shape[3] == K else out[..., :K]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from pe_lab.attention.context import ContextAttention
 from pe_lab.attention.key_block import AttentionInputs
 from pe_lab.errors import UnsupportedError
 
@@ -63,7 +64,8 @@ class AttentionRequest(NamedTuple):
       sequences: of a call; None: many.
       backward: a gradient will be taken.
       split_heads: heads of a group rotate differently, so that a key is rotated once per query head.
-      partial: partial results over blocks of keys will be merged, as KV caches and a context axis of the mesh need it.
+      partial: partial results over blocks of keys will be merged, as KV caches and a ring of devices need it.
+      context: how attention crosses the context axis of a mesh that has one.
     """
 
     needs: frozenset[str] = frozenset()
@@ -76,6 +78,7 @@ class AttentionRequest(NamedTuple):
     backward: bool = False
     split_heads: bool = False
     partial: bool = False
+    context: ContextAttention | None = None
 
 
 def refusals(capabilities: Capabilities, request: AttentionRequest) -> list[str]:

@@ -10,6 +10,7 @@ import jax
 
 from pe_lab.attention.capabilities import FEATURES, AttentionRequest, Capabilities, refusals
 from pe_lab.attention.chunked import chunked_attention, chunked_gradient, chunked_key_block
+from pe_lab.attention.context import context_attention
 from pe_lab.attention.dense import dense_attention
 from pe_lab.attention.hooks import hook_features
 from pe_lab.attention.kernels import external
@@ -23,7 +24,7 @@ from pe_lab.attention.key_block import KeyBlockGradient, KeyBlockKernel, Pair, w
 from pe_lab.attention.preferences import preference
 from pe_lab.attention.reference import reference_attention
 from pe_lab.errors import ConfigError, UnsupportedError, did_you_mean
-from pe_lab.parallel import compute_capability, context_size, platform, slots_are_sharded
+from pe_lab.parallel import compute_capability, platform, slots_are_sharded
 from pe_lab.positional import LayerStructure
 
 EVERYTHING = frozenset(FEATURES)
@@ -121,7 +122,7 @@ def layer_request(
       positions: those of tokens are not their indices.
       soft_cap: on the products of queries and keys.
       backward: a gradient will be taken.
-      partial: partial results will be merged. None: if the mesh has a context axis.
+      partial: partial results will be merged. None: as `context_attention` says for the mesh.
     """
     H, G, K = heads
     needs = {
@@ -131,8 +132,11 @@ def layer_request(
         "soft cap": soft_cap,
         **dict.fromkeys(hook_features(structure.hooks, positions), True),
     }
+    needed = frozenset(name for name, asked in needs.items() if asked)
+    split_heads = structure.rotates and structure.heads == "split" and H != G
+    context = None if partial is not None else context_attention(heads, dtype, needed, split_heads, backward)
     return AttentionRequest(
-        needs=frozenset(name for name, needed in needs.items() if needed),
+        needs=needed,
         platform=platform(),
         capability=compute_capability(),
         head_dim=K,
@@ -140,8 +144,9 @@ def layer_request(
         length=length,
         sequences=sequences,
         backward=backward,
-        split_heads=structure.rotates and structure.heads == "split" and H != G,
-        partial=context_size() > 1 if partial is None else partial,
+        split_heads=split_heads,
+        partial=partial or (context is not None and context.name == "ring"),
+        context=context,
     )
 
 

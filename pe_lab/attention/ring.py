@@ -1,13 +1,16 @@
-"""Attention on a mesh: kernels run on each device's part, and keys travel around a ring where sequences are sharded."""
+"""Attention on a mesh: kernels run on each device's part. Where sequences are sharded, keys travel around a ring, or
+devices exchange tokens for heads."""
 
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
@@ -29,7 +32,7 @@ from pe_lab.attention.key_block import (
     with_sink,
 )
 from pe_lab.errors import UnsupportedError
-from pe_lab.parallel import current_mesh
+from pe_lab.parallel import balanced_order, current_mesh, sharding_axes
 
 if TYPE_CHECKING:
     from pe_lab.attention.dispatch import Implementation
@@ -175,18 +178,25 @@ _ring.defvjp(_forward_rule, _backward_rule)
 
 
 def on_mesh(
-    implementation: Implementation, query: Queries, key: Keys, value: Values, inputs: AttentionInputs
+    implementation: Implementation,
+    query: Queries,
+    key: Keys,
+    value: Values,
+    inputs: AttentionInputs,
+    exchanged: bool = False,
 ) -> Outputs:
     """Attention of whole sequences on the mesh that is being traced for; without a mesh, on one device.
 
     Arguments as in `reference_attention`. Rows and heads are independent, and each device computes its own. Where the
-    length is sharded over several devices, they call `ring_attention`.
+    length is sharded over several devices, they call `ring_attention`, or exchange tokens for heads (`exchanged`).
     """
     current = current_mesh()
     if current is None:
         return implementation.run(query, key, value, inputs)
     mesh, rules = current
     batch, length, heads, _ = rules.spec(("batch", "length", "heads", "head_dim"), query.shape, mesh, "queries")
+    if exchanged:
+        return _by_heads(implementation, query, key, value, inputs, (batch, length, heads))
     kv_heads = rules.spec(("batch", "length", "kv_heads", "head_dim"), key.shape, mesh, "keys")[2]
     if heads is not None and kv_heads is None:
         # Key heads that do not divide over the devices of `tensor` are repeated for each query head.
@@ -211,6 +221,44 @@ def on_mesh(
         ring if size > 1 else implementation.run,
         mesh=mesh,
         in_specs=(tokens, tokens, tokens, input_specs(inputs, batch, length, heads)),
+        out_specs=tokens,
+        check_vma=False,
+    )(query, key, value, inputs)
+
+
+def _by_heads(
+    implementation: Implementation, query: Queries, key: Keys, value: Values, inputs: AttentionInputs, axes: Any
+) -> Outputs:
+    """Attention in which each device computes some of the heads over the whole sequence (Ulysses, Jacobs et al. 2023).
+
+    All-to-alls exchange tokens for heads before it, and back after it. `axes`: mesh axes of batch, length and heads.
+    """
+    mesh, _ = current_mesh()
+    batch, length, heads = axes
+    over = sharding_axes(mesh, heads, length)
+    size, parts = mesh.shape[length], math.prod(mesh.shape[axis] for axis in over)
+    # A key head that several devices need is repeated for each of them.
+    repeats = parts // math.gcd(key.shape[2], parts)
+    if repeats > 1:
+        key, value = (jnp.repeat(x, repeats, axis=2) for x in (key, value))
+    order = balanced_order(2 * size, size)
+
+    def chunks(x: jax.Array, places: Any) -> jax.Array:
+        parts = jnp.split(x, 2 * size, axis=1)
+        return jnp.concatenate([parts[i] for i in places], axis=1)
+
+    in_order = functools.partial(chunks, places=np.argsort(order))
+
+    def run(query: jax.Array, key: jax.Array, value: jax.Array, inputs: AttentionInputs) -> jax.Array:
+        heads = (jax.lax.all_to_all(x, length, 2, 1, tiled=True) for x in (query, key, value))
+        out = implementation.run(*map(in_order, heads), inputs.of_tokens(in_order, in_order))
+        return jax.lax.all_to_all(chunks(out, order), length, 1, 2, tiled=True)
+
+    tokens = PartitionSpec(batch, length, heads, None)
+    return jax.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=(tokens, tokens, tokens, input_specs(inputs, batch, None, over)),
         out_specs=tokens,
         check_vma=False,
     )(query, key, value, inputs)

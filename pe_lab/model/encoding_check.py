@@ -228,23 +228,30 @@ def packed(subject: TinyModel) -> Check:
 
 
 def context_parallel(subject: TinyModel, devices: int = 2) -> Check:
-    """A sequence that is sharded over devices, and one device: outputs and gradients, of two documents and of one."""
+    """A sequence that is sharded over devices, and one device: outputs and gradients, of two documents and of one.
+
+    In a ring, and by heads where the encoding allows it.
+    """
     if len(jax.devices()) < devices:
         return Check("sharded", None, None, f"{len(jax.devices())} of {devices} devices")
     # Before the mesh: the first call compiles it, and in the mesh that would be a sharded pass too.
     whole = [subject.of_documents(subject.direction, cut) for cut in (0, CUT)]
-    found = []
-    try:
-        with use_mesh(make_mesh(MeshConfig(data=1, context=devices), jax.devices()[:devices]), AxisRules()):
-            subject.model.attention_by_layer(subject.schedule.structure, LENGTH, segments=True)  # as training begins
-            sharded = subject.compile_pulled()
-            for cut in (0, CUT):
-                found.append(subject.of_documents(subject.direction, cut, pulled=sharded))
-    except UserError as error:
-        # A combination that is refused is no failure; any other error is one.
-        refused = isinstance(error, UnsupportedError)
-        return Check("sharded", None if refused else False, None, str(error).splitlines()[0])
-    return _difference("sharded", found, whole)
+    found, mesh = [], make_mesh(MeshConfig(data=1, context=devices), jax.devices()[:devices])
+    for way in ("ring", "ulysses"):
+        try:
+            with use_mesh(mesh, AxisRules(context_attention=way)):
+                # As training begins.
+                subject.model.attention_by_layer(subject.schedule.structure, LENGTH, segments=True)
+                sharded = subject.compile_pulled()
+                for cut in (0, CUT):
+                    found.append(subject.of_documents(subject.direction, cut, pulled=sharded))
+        except UserError as error:
+            # A combination that is refused is no failure; any other error is one.
+            refused = isinstance(error, UnsupportedError)
+            if refused and found:
+                break
+            return Check("sharded", None if refused else False, None, str(error).splitlines()[0])
+    return _difference("sharded", found, whole * (len(found) // len(whole)))
 
 
 def learned(subject: TinyModel) -> Check:

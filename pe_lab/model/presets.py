@@ -28,12 +28,17 @@ PRESETS: dict[str, dict[str, Any]] = {
     # as in appendix B of "Partial RoPE". RoPE base 500,000.
     "llama_8b_36": UNTIED
     | dict(vocab_size=50304, layers=36, d_model=4096, d_ff=14336, heads=32, kv_heads=8, head_dim=128),
+    # Llama 3.1 8B (meta-llama/Llama-3.1-8B, config.json). RoPE base 500,000, with llama3's scaling by 8 from 8,192
+    # tokens.
+    "llama3_1_8b": UNTIED
+    | dict(vocab_size=128256, layers=32, d_model=4096, d_ff=14336, heads=32, kv_heads=8, head_dim=128),
     # Llama 2 7B (meta-llama/Llama-2-7b-hf, config.json), which DroPE recalibrates. RoPE base 10,000.
     "llama2_7b": UNTIED
     | dict(vocab_size=32000, layers=32, d_model=4096, d_ff=11008, heads=32, kv_heads=32, head_dim=128),
     # SmolLM-360M (HuggingFaceTB/SmolLM-360M, config.json; DroPE table 4). RoPE base 10,000.
     "smollm_360m": TIED | dict(vocab_size=49152, layers=32, d_model=960, d_ff=2560, heads=15, kv_heads=5, head_dim=64),
-    # SmolLM-1.7B (HuggingFaceTB/SmolLM-1.7B, config.json), which DroPE recalibrates. RoPE base 10,000.
+    # SmolLM-1.7B (HuggingFaceTB/SmolLM-1.7B, config.json), which DroPE recalibrates. RoPE base 10,000. SmolLM2-1.7B has
+    # the same shape, and base 130,000.
     "smollm_1_7b": TIED
     | dict(vocab_size=49152, layers=24, d_model=2048, d_ff=8192, heads=32, kv_heads=32, head_dim=64),
     # SmolLM2-135M (HuggingFaceTB/SmolLM2-135M, config.json). RoPE base 100,000.

@@ -79,7 +79,8 @@ def check_batch(batch_size: int, accumulate: int, mesh: Mesh, where: str) -> Non
     if batch_size % accumulate or (batch_size // accumulate) % parts:
         raise ConfigError(
             f"{where}: batch_size {batch_size} in {accumulate} micro-batches does not divide over the mesh's data x "
-            f"fsdp = {parts} devices. Make batch_size a multiple of {accumulate * parts}."
+            f"fsdp = {parts} devices. Make batch_size a multiple of {accumulate * parts}, or give devices to "
+            "mesh.context, which divides each sequence."
         )
 
 
@@ -119,7 +120,7 @@ class AxisRules:
     Parameters: `embed` (D) is sharded over fsdp; `heads`, `kv_heads`, `mlp` and `vocab` over tensor; `vector`, the D of
     norms' scales and of biases, is replicated.
     Activations: `batch` is sharded over data and fsdp; `length` and the `slots` of a KV cache over context;
-    `activation_embed` is replicated.
+    `activation_embed` is replicated. `context_attention` is no axis: as `MeshConfig` has it.
     """
 
     batch: MeshAxes = ("data", "fsdp")
@@ -134,6 +135,7 @@ class AxisRules:
     vocab: MeshAxes = "tensor"
     layers: MeshAxes = None
     vector: MeshAxes = None
+    context_attention: str = "auto"
 
     def spec(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -241,43 +242,56 @@ def step_advice(plan: Plan, phase: PhaseNumbers, needed: int | None) -> str:
     memory = plan.topology.chip.memory
     factor = max(1.0, (needed or 0) / phase.memory.total)
 
-    def first_fitting(name: str, values: list[Any], others: dict[str, Any]) -> Any:
-        """The first value with which the step fits, beside the others; None without one."""
-        for value in values:
-            changed = _estimate(plan, phase, others | {name: value})
+    def first_fitting(changes: list[dict[str, Any]], others: dict[str, Any]) -> dict[str, Any] | None:
+        """The first change with which the step fits, beside the others; None without one."""
+        for change in changes:
+            changed = _estimate(plan, phase, others | change)
             if changed is not None and changed * factor <= memory:
-                return value
+                return change
         return None
 
+    def flags(changes: dict[str, Any]) -> str:
+        return " ".join(f"--config.{key}={value}" for key, value in changes.items())
+
     found = []
-    for name, values in _settings(plan, phase):
-        if (value := first_fitting(name, values, {})) is not None:
-            where = f" (phase '{phase.plan.name}')" if name.startswith("phases.") else ""
-            found.append(f"--config.{name}={value}{where}")
+    for changes in _settings(plan, phase):
+        if (change := first_fitting(changes, {})) is not None:
+            where = f" (phase '{phase.plan.name}')" if any(key.startswith("phases.") for key in change) else ""
+            found.append(flags(change) + where)
     if found:
         return "Try " + ", or ".join(found) + "."
     together: dict[str, Any] = {}
-    for name, values in _settings(plan, phase):
-        value = first_fitting(name, values, together)
-        if values:
-            together[name] = values[-1] if value is None else value
-        if value is not None:
-            return "Try " + " ".join(f"--config.{key}={value}" for key, value in together.items()) + "."
+    for changes in _settings(plan, phase):
+        change = first_fitting(changes, together)
+        if changes:
+            together |= changes[-1] if change is None else change
+        if change is not None:
+            return "Try " + flags(together) + "."
     return "Use more chips."
 
 
-def _settings(plan: Plan, phase: PhaseNumbers) -> Iterator[tuple[str, list[Any]]]:
-    """Keys of the recipe that reduce the memory of a step, each with its values in descending need."""
+def _settings(plan: Plan, phase: PhaseNumbers) -> Iterator[list[dict[str, Any]]]:
+    """Changes of the recipe that reduce the memory of a step: of one kind after the other, in descending need."""
     model, mesh, config = phase.model.config, plan.mesh_shape, phase.plan.config
     remats = ["none", "dots_attention", "dots", "full"]
     at = remats.index(model.remat) if model.remat in remats else len(remats)
-    yield "model.remat", remats[at + 1 :]
-    yield "model.loss_chunks", [n for n in (2, 4, 8, 16, 32, 64) if n > model.loss_chunks]
+    yield [{"model.remat": one} for one in remats[at + 1 :]]
+    yield [{"model.loss_chunks": n} for n in (2, 4, 8, 16, 32, 64) if n > model.loss_chunks]
     shards = mesh["data"] // plan.topology.slices
-    yield "mesh.fsdp", [mesh["fsdp"] * n for n in range(2, shards + 1) if shards % n == 0]
+    yield [{"mesh.fsdp": mesh["fsdp"] * n} for n in range(2, shards + 1) if shards % n == 0]
     each = config.batch_size // config.accumulate // (mesh["data"] * mesh["fsdp"])
     steps = [config.accumulate * n for n in range(2, each + 1) if each % n == 0]
-    yield f"phases.{phase.plan.index}.accumulate", steps
+    key = f"phases.{phase.plan.index}.accumulate"
+    yield [{key: n} for n in steps]
+    if each == 1:  # a context axis divides the sequence: it takes devices of data, and then of fsdp
+        chosen = plan.config.phases[phase.plan.index].accumulate == "auto"
+        taken = {n: n // math.gcd(n, shards) for n in range(2, shards * mesh["fsdp"] + 1)}
+        yield [
+            {"mesh.context": mesh["context"] * n, "mesh.fsdp": mesh["fsdp"] // of_fsdp}
+            | ({} if chosen else {key: config.accumulate * n})
+            for n, of_fsdp in taken.items()
+            if mesh["fsdp"] % of_fsdp == 0
+        ]
 
 
 def _estimate(plan: Plan, phase: PhaseNumbers, changes: dict[str, Any]) -> int | None:
@@ -298,7 +312,7 @@ def _changed(config: Config, changes: dict[str, Any]) -> Config:
             config = dataclasses.replace(config, phases=tuple(phases))
         else:
             section = dataclasses.replace(getattr(config, part), **{rest[0]: value})
-            if key == "mesh.fsdp":  # what fsdp takes, data gives
+            if key in ("mesh.fsdp", "mesh.context"):  # what they take, data gives
                 section = dataclasses.replace(section, data=-1)
             config = dataclasses.replace(config, **{part: section})
     return config

@@ -55,8 +55,12 @@ class Collective:
 
         A ring enters and leaves each node once. As many rings as the node has of the devices share the bytes.
         """
-        nodes = len({member // size for member in self.members})
-        return self.wire * nodes // len(self.members) if nodes > 1 else 0
+        nodes, count = len({member // size for member in self.members}), len(self.members)
+        if nodes < 2:
+            return 0
+        if self.kind.endswith("all-to-all"):  # to each other member its own part
+            return self.wire * (count - count // nodes) // (count - 1)
+        return self.wire * nodes // count
 
 
 def wire_bytes(kind: str, payload: int, group: int) -> int:
@@ -232,6 +236,8 @@ def kernels(module: Module) -> Counter[str]:
         target = one.attribute("custom_call_target")
         if one.opcode == "custom-call" and target.startswith(KERNELS):
             name = re.sub(r"[.\d]+$", "", one.name)
+            if name == "pallas_call" and "/" in one.op_name:  # Triton's; .../NAME/pallas_call
+                name = one.op_name.split("/")[-2]
             found[target if name in ("custom-call", "cudnn-attention") else name] += step.times
     return found
 
@@ -267,7 +273,7 @@ def _traffic(module: Module, step: Execution) -> int:
     one = step.instruction
     inputs = _operand_shapes(module, step)
     body = module.computations.get(one.called[0], ()) if one.opcode == "fusion" and one.called else ()
-    read = sum(_read(body, i, shape) for i, shape in enumerate(inputs) if shape.space == 0)
+    read = sum(_read(module, body, i, shape) for i, shape in enumerate(inputs) if shape.space == 0)
     results = one.shapes
     if one.opcode == "copy-start":
         results = one.shapes[:1]  # before what is copied
@@ -284,7 +290,7 @@ def _traffic(module: Module, step: Execution) -> int:
     return read + max(0, written)
 
 
-def _read(body: Sequence[Instruction], index: int, shape: Shape) -> int:
+def _read(module: Module, body: Sequence[Instruction], index: int, shape: Shape) -> int:
     """Bytes of operand `index` of a fusion that are read: all, or the slices that are taken of it."""
     parameter = next((one for one in body if one.opcode == "parameter" and one.text.startswith(f"{index})")), None)
     if parameter is None:
@@ -294,8 +300,16 @@ def _read(body: Sequence[Instruction], index: int, shape: Shape) -> int:
         if one.opcode == "bitcast" and same.intersection(one.operands):
             same.add(one.name)
     uses = [one for one in body if same.intersection(one.operands) and one.name not in same]
-    if uses and all(one.opcode in ("dynamic-slice", "slice", "gather") for one in uses):
-        return min(shape.bytes, sum(one.bytes for one in uses))
-    if uses and all(one.opcode == "dynamic-update-slice" and one.operands[0] in same for one in uses):
+    return min(shape.bytes, sum(_read_by(module, one, same, shape) for one in uses)) if uses else shape.bytes
+
+
+def _read_by(module: Module, one: Instruction, same: set[str], shape: Shape) -> int:
+    """Bytes that an instruction of a fusion reads of an array, which has the names `same` there."""
+    if one.opcode in ("dynamic-slice", "slice", "gather"):
+        return one.bytes
+    if one.opcode == "dynamic-update-slice" and one.operands[0] in same:
         return 0
+    if one.opcode == "fusion" and one.called:
+        inner = module.computations.get(one.called[0], ())
+        return sum(_read(module, inner, i, shape) for i, operand in enumerate(one.operands) if operand in same)
     return shape.bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,7 +52,8 @@ class Traffic:
 class StepReport:
     """What the compiler made of a step, of one device. Bytes, FLOPs and seconds.
 
-    `model_flops` counts every query with every key and no rematerialization; `attention_flops` those of kernels.
+    `model_flops` counts every query with every key and no rematerialization, `causal_flops` the visible pairs alone;
+    `attention_flops` those of kernels.
     """
 
     program: str
@@ -68,6 +70,7 @@ class StepReport:
     memory_by_source: Mapping[str, Any] = field(default_factory=dict)  # of `memory_bytes`
     traffic: tuple[Traffic, ...] = ()
     buffers: tuple[Buffer, ...] = ()
+    causal_flops: float = 0.0
 
     def wire(self, network: str = "", overlapped: bool | None = None) -> int:
         """Bytes that a device sends in a step, over one network or all; all, or only those (not) overlapped."""
@@ -102,6 +105,7 @@ def report_step(
         product_flops=product_flops(module),
         attention_flops=attention,
         model_flops=flops.full * tokens,
+        causal_flops=flops.causal * tokens,
         memory_bytes=memory.total(),
         memory_by_source=dict(memory.most_common()),
         kernels=dict(sorted(runs.items())),
@@ -113,11 +117,16 @@ def report_step(
 def _products(name: str, runs: Mapping[str, int]) -> int:
     """Matrix products over the visible pairs in a run of an attention kernel; those of the backward pass compute the
     logits again."""
-    if "dq" in name:
+    if "dq" in name or name in _OWN_QUERIES:
         return 3
-    if "dkv" in name:
-        return 4 if any("dq" in other for other in runs) else 5
+    if "dkv" in name or name in _OWN_KEYS:
+        return 4 if name in _OWN_KEYS or any("dq" in other for other in runs) else 5
     return 5 if "bwd" in name or "backward" in name.lower() else 2
+
+
+# Of pe_lab's kernels for TPUs, and of those for GPUs.
+_OWN_QUERIES = ("pe_lab_attention_gradient_query", "pe_lab_attention_query_gradient")
+_OWN_KEYS = ("pe_lab_attention_gradient_key", "pe_lab_attention_key_gradient")
 
 
 def _traffic(found: Sequence[Collective], node_size: int) -> tuple[Traffic, ...]:
@@ -196,17 +205,44 @@ def report_text(report: StepReport, chip: Chip, rows: int = 14) -> str:
         intensity = f"{work / max(1, report.memory_bytes):,.0f} FLOPs per byte of HBM, "
         intensity += f"{work / total:,.0f} per byte sent"
         peaks = (("ICI", chip.ici), ("DCN", chip.dcn))
+        causal = report.causal_flops / (chip.peak * limits[bound]) if chip.peak else 0.0
+        causal = f", {causal:.1%} (causal)" if causal else ""
         waited = sum(report.wire(name, overlapped=False) / peak for name, peak in peaks if peak)
         shown = [(networks.get(name, name), amounts[name], f"{1e3 * seconds:.4g}") for name, seconds in limits.items()]
         lines += [
             f"the least time of a step on {chip.name} at its published peaks",
             table(("resource", "of a device", "ms"), shown, 2),
             f"arithmetic intensity: {intensity}",
-            f"bound by {networks.get(bound, bound)}: MFU is at most {_mfu(report, chip, limits[bound]):.1%} (full); "
+            f"bound by {networks.get(bound, bound)}: "
+            f"MFU is at most {_mfu(report, chip, limits[bound]):.1%} (full){causal}; "
             f"{_mfu(report, chip, limits[bound] + waited):.1%} if the device also waits for what is not overlapped",
+            _what_limits(report, limits, networks),
             "",
         ]
     return "\n".join(lines)
+
+
+def _what_limits(report: StepReport, limits: Mapping[str, float], names: Mapping[str, str]) -> str:
+    """A sentence: what bounds the step, what needs most of that, and how long everything else is busy."""
+    bound = max(limits, key=lambda name: limits[name])
+    parts: Counter[str] = Counter()
+    if bound == "compute":
+        unit, parts["attention"], parts["other products"] = "FLOPs", report.attention_flops, report.product_flops
+    elif bound == "HBM":
+        unit, parts = "bytes in HBM", Counter(report.memory_by_source)
+    else:
+        unit = "bytes sent"
+        for one in report.traffic:
+            if bound in one.network:
+                parts[one.source] += one.crossing if bound == "DCN" else one.wire
+    most = ""
+    if parts and parts.total():
+        (name, amount), *_ = parts.most_common(1)
+        most = f": {amount / parts.total():.0%} of its {unit} are those of {name or 'unnamed operations'}"
+    rest = [f"{names.get(name, name)} {limits[name] / limits[bound]:.0%}" for name in limits if name != bound]
+    return f"What limits the step is {names.get(bound, bound)}{most}." + (
+        f" At the peaks, the others are busy for a part of that time: {', '.join(rest)}." if rest else ""
+    )
 
 
 def _others(rest: Sequence[Any]) -> str:

@@ -66,6 +66,8 @@ def training_text(plan: Plan, mfu: float) -> str:
     if topology.chip.peak:
         elapsed = _hours(plan.chip_hours(topology.chip.peak, mfu) / topology.count)
         lines.append(f"  {topology.name}: {elapsed} hours of {topology.count} x {topology.chip.name}")
+    across = {phase.plan.name: plan.run.context(phase.plan) for phase in plan.phases}
+    lines += [f"\nattention of '{name}' across the context axis: {text}" for name, text in across.items() if text]
     chunks = f"logits in {model.config.loss_chunks} chunk{'s' if model.config.loss_chunks > 1 else ''}"
     parts = {
         "parameters": "parameters, float32",

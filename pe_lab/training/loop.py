@@ -247,6 +247,8 @@ def _describe(run: Run, phase: PhasePlan, state: TrainState, shardings: Sharding
     learned = jax.jit(lambda params: split_layers(params["layers"])[1], out_shardings=shardings.replicated)
     out.print(describe(phase.schedule, phase.layers, learned(state.params) if model.learned else None))
     out.print(f"attention: {run.plan.attention(phase)}")
+    if across := run.plan.context(phase):
+        out.print(f"attention across the context axis: {across}")
     for source in run.mixtures[phase.index]:
         if "packing_efficiency" in source:
             windows, filled = f"{source['windows']:,} windows", f"{source['packing_efficiency']:.2%}"

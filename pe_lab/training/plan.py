@@ -100,6 +100,15 @@ class RunPlan:
             )
         return ", ".join(f"{name} on layers {where}" for name, where in ranges_by(chosen).items())
 
+    def context(self, phase: PhasePlan) -> str:
+        """How attention crosses the context axis, such as `ulysses on layers 0-23 (...)`; "" without such an axis."""
+        model, structure = self.models[phase.index], phase.schedule.structure
+        with use_mesh(self.mesh, self.rules):
+            asked = [model.attention_request(one, phase.config.sequence_length) for one in structure]
+        found = [one.context for one in asked if one.context is not None]
+        where = ", ".join(f"{name} on layers {at}" for name, at in ranges_by([one.name for one in found]).items())
+        return f"{where} ({'; '.join(dict.fromkeys(one.reason for one in found))})" if found else ""
+
     def flops(self, phase: PhasePlan) -> Flops:
         """FLOPs of a phase's model per token, without those of a teacher."""
         config, structure = self.models[phase.index].config, phase.schedule.structure
@@ -130,7 +139,7 @@ def plan_run(config: Config, mesh: Mesh, given: Given, chip: Chip, must_fit: boo
       UserError: the config would not train: its shapes, encodings, mesh or batch sizes do not fit each other.
     """
     _check_retention(config)
-    rules, segments = AxisRules(), config.data.segments
+    rules, segments = AxisRules(context_attention=config.mesh.context_attention), config.data.segments
     vocab_size = vocabulary(config, given.vocab_size)
     known: dict[Any, Model] = {}  # phases with the same QK-norm, settings and learned encodings share a model
     phases, models = [], []

@@ -72,7 +72,7 @@ class Replay:
             checksums,
             in_shardings=(shardings.state.params, shardings.batch, of_schedule, shardings.replicated),
             out_shardings=NamedSharding(mesh, everywhere),
-            compiler_options=compiler_options(mesh.devices.flat[0], accumulate, model.config.scan, options),
+            compiler_options=compiler_options(mesh, accumulate, model.config.scan, options),
         )
         # Every process sees the differences of all devices, and all stop together.
         self._differ = jax.jit(lambda one, other: one != other, out_shardings=shardings.replicated)

@@ -196,7 +196,7 @@ def compile_train_step(
         in_shardings=(shardings.state, shardings.batch, of_schedule),
         out_shardings=(shardings.state, shardings.replicated),
         donate_argnums=0,
-        compiler_options=compiler_options(mesh.devices.flat[0], accumulate, model.config.scan, options or {}),
+        compiler_options=compiler_options(mesh, accumulate, model.config.scan, options or {}),
     )
 
 

@@ -83,12 +83,13 @@ def test_gradients_are_those_of_the_reference(name, split):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KERNELS)
-def test_gradients_on_a_ring(name):
-    """Of queries, keys, values, the table's and the sinks' parameters, and of the key bias that travels."""
+@pytest.mark.parametrize("way", ["ring", "ulysses"])
+def test_gradients_across_a_context_axis(name, way):
+    """Of queries, keys, values, the table's and the sinks' parameters, and of the key bias that travels. 12 s each."""
     order = balanced_order(T, 2)
     wanted = gradients("reference", False)
     mesh = make_mesh(MeshConfig(data=2, context=2), jax.devices()[:4])
-    with use_mesh(mesh, AxisRules()):
+    with use_mesh(mesh, AxisRules(context_attention=way)):
         loss, found = gradients(name, False, order=order)
     back = np.argsort(order)
     found = (*(one[:, back] for one in found[:4]), found[4])

@@ -1,4 +1,4 @@
-"""Ring attention of a sequence sharded over devices equals attention on one device, in value and gradient."""
+"""Attention of a sequence sharded over devices, in a ring or by heads (Ulysses), equals attention on one device."""
 
 import dataclasses
 import functools
@@ -25,9 +25,16 @@ def qkv(B=2, H=4, G=2, K=8, seed=0):
     return tuple(jnp.asarray(rng.standard_normal((B, T, n, K)), jnp.float32) for n in (H, G, G))
 
 
-def rope(positions):
-    angle = positions[:, :, None, None] * np.array([1.0, 0.3, 0.1, 0.01])
+def rope(positions, heads=1):
+    angle = positions[:, :, None, None] * np.array([1.0, 0.3, 0.1, 0.01]) / np.arange(1, heads + 1)[:, None]
     return LayerEncoding(jnp.asarray(np.cos(angle), jnp.float32), jnp.asarray(np.sin(angle), jnp.float32))
+
+
+def encoding(positions, heads, case):
+    row = rope(positions, heads if case.get("split") else 1) if case.get("rope") else LayerEncoding()
+    if case.get("slopes"):
+        row = dataclasses.replace(row, slope=jnp.asarray(alibi_slopes(heads), jnp.float32))
+    return row
 
 
 SEGMENTS = np.sort(np.random.default_rng(1).integers(1, 5, (2, T)), axis=1)
@@ -40,23 +47,22 @@ CASES = {
     "alibi, window, documents": dict(slopes=True, window=30, segments=SEGMENTS),
     "alibi": dict(slopes=True),
     "rope": dict(rope=True),
+    "a rotation for each head": dict(rope=True, split=True, window=30),
 }
 
 
-def on_ring(mesh, q, k, v, case, implementation="chunked"):
+def on_mesh(mesh, q, k, v, case, way, implementation="chunked"):
     """Value and gradients on a mesh, in the order of the sequence."""
     order = balanced_order(T, mesh.shape["context"])
     back = np.argsort(order)
     positions = np.arange(T)[order][None]
-    row = rope(positions) if case.get("rope") else LayerEncoding()
-    if case.get("slopes"):
-        row = dataclasses.replace(row, slope=jnp.asarray(alibi_slopes(q.shape[2]), jnp.float32))
+    row = encoding(positions, q.shape[2], case)
     segments = jnp.asarray(case["segments"][:, order]) if "segments" in case else None
 
     @jax.jit
     def compute(q, k, v):
         def loss(q, k, v):
-            with use_mesh(mesh, AxisRules()):
+            with use_mesh(mesh, AxisRules(context_attention=way)):
                 out = attention(
                     q, k, v, row, positions=jnp.asarray(positions), segments=segments, window=case.get("window"),
                     implementation=implementation, chunk=8,
@@ -71,9 +77,7 @@ def on_ring(mesh, q, k, v, case, implementation="chunked"):
 
 
 def on_one_device(q, k, v, case):
-    row = rope(np.arange(T)[None]) if case.get("rope") else LayerEncoding()
-    if case.get("slopes"):
-        row = dataclasses.replace(row, slope=jnp.asarray(alibi_slopes(q.shape[2]), jnp.float32))
+    row = encoding(np.arange(T)[None], q.shape[2], case)
     segments = jnp.asarray(case["segments"]) if "segments" in case else None
     direction = np.random.default_rng(3).standard_normal(q.shape).astype(np.float32)
 
@@ -86,35 +90,50 @@ def on_one_device(q, k, v, case):
 
 
 ALL = "alibi, window, documents"
-SIZES = [pytest.param(name, 4, marks=pytest.mark.slow) for name in CASES]
-SIZES += [(ALL, 2), pytest.param(ALL, 8, marks=pytest.mark.slow)]
+WAYS = ("ring", "ulysses")
+SIZES = [pytest.param(name, 4, way, marks=pytest.mark.slow) for name in CASES for way in WAYS]
+SIZES += [(ALL, 2, "ring"), (ALL, 2, "ulysses"), pytest.param(ALL, 8, "ring", marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize(("name", "parts"), SIZES)
-def test_the_ring_is_one_device_in_value_and_gradient(name, parts):
+@pytest.mark.parametrize(("name", "parts", "way"), SIZES)
+def test_several_devices_are_one_in_value_and_gradient(name, parts, way):
+    """With ulysses, 4 devices have a query head each, and share 2 key heads."""
     case = CASES[name]
     mesh = make_mesh(MeshConfig(data=1, context=parts), jax.devices()[:parts])
     q, k, v = qkv()
-    for found, wanted in zip(on_ring(mesh, q, k, v, case), on_one_device(q, k, v, case), strict=True):
+    for found, wanted in zip(on_mesh(mesh, q, k, v, case, way), on_one_device(q, k, v, case), strict=True):
         np.testing.assert_allclose(found, wanted, atol=2e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "shape",
+    ("shape", "way"),
     [
-        dict(data=1, context=2, tensor=4),
-        dict(data=2, context=2, tensor=2),
-        dict(data=1, fsdp=2, context=4),
+        (dict(data=1, context=2, tensor=4), "ring"),
+        (dict(data=2, context=2, tensor=2), "ring"),
+        (dict(data=1, fsdp=2, context=4), "ring"),
+        (dict(data=1, context=2, tensor=2), "ulysses"),
+        (dict(data=2, context=2), "ulysses"),
     ],
     ids=str,
 )
-def test_the_ring_beside_other_axes(shape):
+def test_a_context_axis_beside_others(shape, way):
     """Rows over data and fsdp, heads over tensor: with 4 devices for 2 key heads, keys are repeated per query head."""
-    mesh = make_mesh(MeshConfig(**shape))
+    mesh = make_mesh(MeshConfig(**shape), jax.devices()[: np.prod(list(shape.values()))])
     q, k, v = qkv()
     case = dict(slopes=True, window=30, segments=SEGMENTS)
-    for found, wanted in zip(on_ring(mesh, q, k, v, case), on_one_device(q, k, v, case), strict=True):
+    for found, wanted in zip(on_mesh(mesh, q, k, v, case, way), on_one_device(q, k, v, case), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_heads", [1, 3, 6])
+def test_key_heads_that_several_devices_need(kv_heads):
+    """6 query heads over 2 devices: 1 key head is on both, and 3 are twice as many, for the second group is split."""
+    mesh = make_mesh(MeshConfig(data=1, context=2), jax.devices()[:2])
+    q, k, v = qkv(H=6, G=kv_heads)
+    case = CASES["documents"]
+    for found, wanted in zip(on_mesh(mesh, q, k, v, case, "ulysses"), on_one_device(q, k, v, case), strict=True):
         np.testing.assert_allclose(found, wanted, atol=2e-5)
 
 

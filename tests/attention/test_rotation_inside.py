@@ -13,7 +13,7 @@ from pe_lab.attention.kernels.gpu import gpu_key_block
 from pe_lab.attention.kernels.tpu import tpu_key_block
 from pe_lab.attention.key_block import Pair, whole_sequence
 from pe_lab.config import MeshConfig
-from pe_lab.parallel import AxisRules, make_mesh, use_mesh
+from pe_lab.parallel import AxisRules, balanced_order, make_mesh, use_mesh
 from pe_lab.positional import rotation_tables
 from pe_lab.positional.rotation import fixed_point_frequencies
 
@@ -84,3 +84,25 @@ def test_on_a_mesh_each_device_has_its_heads(tensor):
 
     wanted = attention(q, k, v, row, implementation="reference")
     np.testing.assert_allclose(compute(q, k, v, row), wanted, atol=2e-5)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("context", [2, 4])
+@pytest.mark.slow
+def test_across_a_context_axis_by_heads(context):
+    """Each device rotates the keys of its heads by their index in the whole sequence. 5 s."""
+    q, k, v, row = request_of()
+    q, k, v = (x[:, :144] for x in (q, k, v))  # of which there are eight chunks
+    order = balanced_order(144, context)
+    tables = rotation_tables(row.rotation.fixed_freq, row.rotation.gain, jnp.asarray(order, jnp.int32)[None])
+    sharded = dataclasses.replace(row, cos=tables[0], sin=tables[1])
+    mesh = make_mesh(MeshConfig(data=1, context=context), jax.devices()[:context])
+
+    @jax.jit
+    def compute(q, k, v, row):
+        with use_mesh(mesh, AxisRules(context_attention="ulysses")):
+            return attention(q, k, v, row, implementation="pallas_tpu", backward=False)
+
+    first = dataclasses.replace(row, cos=row.cos[:, :144], sin=row.sin[:, :144])
+    wanted = attention(q, k, v, first, implementation="reference")
+    np.testing.assert_allclose(compute(*(x[:, order] for x in (q, k, v)), sharded), wanted[:, order], atol=2e-5)

@@ -48,6 +48,7 @@ def llama(*sizes: int | bool, **others: object) -> tuple[type, LlamaConfig]:
 MODELS = {
     "llama_1b": llama(50304, 16, 2048, 8192, 32, 8, True, head_dim=64),
     "llama_8b_36": llama(50304, 36, 4096, 14336, 32, 8, False),
+    "llama3_1_8b": llama(128256, 32, 4096, 14336, 32, 8, False),
     "llama2_7b": llama(32000, 32, 4096, 11008, 32, 32, False),
     "smollm_360m": llama(49152, 32, 960, 2560, 15, 5, True),
     "smollm_1_7b": llama(49152, 24, 2048, 8192, 32, 32, True),

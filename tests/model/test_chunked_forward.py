@@ -105,19 +105,21 @@ def test_in_chunks(kind, T):
     assert max(reader.traces.values()) == 1  # all chunks share a program
 
 
-RING = [pytest.param(kind, SLOW, n, marks=pytest.mark.slow) for kind in KINDS for n in (2, 4, 8)]
-RING += [("windowed", FAST, 4)]
+ACROSS = (("ring", 2), ("ring", 4), ("ring", 8), ("ulysses", 4))
+DEVICES = [pytest.param(kind, SLOW, way, n, marks=pytest.mark.slow) for kind in KINDS for way, n in ACROSS]
+DEVICES += [("windowed", FAST, "ring", 4)]
 
 
-@pytest.mark.parametrize(("kind", "T", "parts"), RING)
+@pytest.mark.parametrize(("kind", "T", "way", "parts"), DEVICES)
 @pytest.mark.slow
-def test_on_a_ring_of_devices(kind, T, parts):
+def test_across_a_context_axis(kind, T, way, parts):
+    """4 to 9 s each."""
     model, params, tokens = setting(T)
     mesh = make_mesh(MeshConfig(data=1, context=parts), jax.devices()[:parts])
 
     @jax.jit
     def apply(params, tokens, schedule):
-        with use_mesh(mesh, AxisRules()):
+        with use_mesh(mesh, AxisRules(context_attention=way)):
             targets = jnp.roll(tokens, -1, 1)
             batch = {"tokens": tokens, "targets": targets}
             return model.apply(params, tokens, None, None, schedule), model.token_loss(params, batch, schedule)

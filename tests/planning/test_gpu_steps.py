@@ -20,14 +20,14 @@ PLAN = [
 ]  # fmt: skip
 
 
-def planned(tmp_path, *arguments: str) -> tuple[dict, str]:
+def planned(tmp_path, *arguments: str, recipe: list[str] = PLAN, phase: str = "pretrain") -> tuple[dict, str]:
     """The step of `pe_lab.plan` and its text. 10 s."""
     environment = {**os.environ, "PYTHONPATH": str(cuda_compiler()), "TF_CPP_MIN_LOG_LEVEL": "2"}
     environment.pop("XLA_FLAGS", None)
-    command = [sys.executable, "-m", "pe_lab.plan", *PLAN, *arguments, f"--json={tmp_path / 'plan.json'}"]
+    command = [sys.executable, "-m", "pe_lab.plan", *recipe, *arguments, f"--json={tmp_path / 'plan.json'}"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    compiled = json.loads((tmp_path / "plan.json").read_text())["compiled"]["pretrain"]
+    compiled = json.loads((tmp_path / "plan.json").read_text())["compiled"][phase]
     assert compiled["fits"]
     return compiled["step"], done.stdout
 
@@ -72,3 +72,27 @@ def test_one_group_over_two_nodes(tmp_path):
     assert {row["network"] for row in gathers} == {"ICI+DCN"}
     # Eight rings, of which each leaves a node once for both nodes' 16 devices.
     assert sum(row["crossing"] for row in gathers) == pytest.approx(sum(row["wire"] for row in gathers) / 8, rel=0.01)
+
+
+RING = [f"pe_lab_attention_{name}" for name in ("flash", "key_gradient", "query_gradient")]
+CUDNN = [f"dot_product_attention_{name}" for name in ("bwd", "fwd")]
+
+
+# KiB that a device sends of each of its tokens and a layer, and kernels of a layer: in a ring, of eight steps of three.
+@pytest.mark.parametrize(
+    ("way", "kind", "kibibytes", "kernels", "runs"),
+    [("auto", "all-to-all", 42, CUDNN, 1), ("ring", "collective-permute", 248, RING, 8 * 3)],
+)
+def test_a_sequence_over_eight_gpus(tmp_path, way, kind, kibibytes, kernels, runs):
+    """30 s each. SmolLM2-1.7B's shape at 131,072 tokens: by heads with cuDNN, in a ring with pe_lab's kernels."""
+    recipe = [
+        "--config=configs/drope_smollm.py:model=1.7b", "--topology=h100:8", "--explain", "--config.mesh.fsdp=1",
+        "--config.mesh.context=8", "--config.phases.0.sequence_length=131072", "--config.phases.0.batch_size=8",
+        "--config.phases.0.positional=rope:base=130000", f"--config.mesh.context_attention={way}",
+    ]  # fmt: skip
+    step, text = planned(tmp_path, recipe=recipe, phase="recalibrate")
+    assert step["kernels"] == dict.fromkeys(kernels, 8 * 24 * runs)
+    assert wire(step, kind, "ICI") == pytest.approx(8 * 131_072 // 8 * 24 * kibibytes * 1024, rel=0.01)
+    if way == "auto":
+        assert "across the context axis: ulysses on layers 0-23 (a device sends for each token and layer 42.0" in text
+        assert "What limits the step is compute: 81% of its FLOPs are those of attention." in text

@@ -13,7 +13,7 @@ from pe_lab.parallel.compiler import topology_devices
 from pe_lab.parallel.topology import parse_topology
 from pe_lab.planning.hlo import Shape, parse, scope
 from pe_lab.planning.memory import analyze_program
-from pe_lab.planning.program import collectives, device_groups, memory_traffic, product_flops, wire_bytes
+from pe_lab.planning.program import collectives, device_groups, kernels, memory_traffic, product_flops, wire_bytes
 
 MESH = {"data": 2, "fsdp": 4}
 
@@ -89,6 +89,9 @@ def test_collectives_of_a_program_by_kind_axes_and_bytes():
         ("all-reduce", ("data", "fsdp")): own * 7 // 4 // 4,
     }  # fmt: skip
     assert not any(one.crossing(4) for one in found if one.axes == ("fsdp",))
+    # Of nodes of 2 devices, 2 of the 3 others in a group along "fsdp" are in another node.
+    of_fsdp = {one.kind: one.crossing(2) for one in found if one.axes == ("fsdp",)}
+    assert of_fsdp == {"all-gather": 3 * own // 2, "reduce-scatter": 3 * own // 2, "all-to-all": own // 2}
 
 
 def test_a_ring_sends_all_but_its_own_part():
@@ -221,6 +224,46 @@ def test_a_layer_is_written_to_and_read_from_a_stack_of_all():
     assert [str(one) for one in module.by_name["main"]["state#1"].shapes] == ["s32[]", "bf16[8,16]"]
     layer, index = 8 * 16 * 2, 4
     assert memory_traffic(module) == {"": 2 * layer + 3 * index, "mlp/up, backward": layer + index + 2 * layer}
+
+
+def test_a_fusion_inside_another_reads_slices_too():
+    """As libtpu writes a product whose operand is a layer of a stack."""
+    text = """HloModule jit_step, entry_computation_layout={()->()}
+
+%slice (all: bf16[24,8,16], at: s32[]) -> bf16[8,16] {
+  %all = bf16[24,8,16] parameter(0)
+  %at = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %one = bf16[1,8,16] dynamic-slice(%all, %at, %zero, %zero), dynamic_slice_sizes={1,8,16}
+  ROOT %layer = bf16[8,16] bitcast(%one)
+}
+
+%product (stack: bf16[24,8,16], i: s32[], x: bf16[4,8]) -> bf16[4,16] {
+  %stack = bf16[24,8,16] parameter(0)
+  %i = s32[] parameter(1)
+  %x = bf16[4,8] parameter(2)
+  %layer = bf16[8,16] fusion(%stack, %i), kind=kLoop, calls=%slice
+  ROOT %out = bf16[4,16] dot(%x, %layer), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+ENTRY %main (stack: bf16[24,8,16], i: s32[], x: bf16[4,8]) -> bf16[4,16] {
+  %stack = bf16[24,8,16] parameter(0)
+  %i = s32[] parameter(1)
+  %x = bf16[4,8] parameter(2)
+  ROOT %out = bf16[4,16] fusion(%stack, %i, %x), kind=kOutput, calls=%product
+}"""
+    assert memory_traffic(parse(text)).total() == 2 * (8 * 16 + 4 * 8 + 4 * 16) + 4
+
+
+def test_kernels_of_triton_have_their_own_names():
+    target = 'custom_call_target="__gpu$xla.gpu.triton"'
+    name = "jit(step)/transpose(jvp(layers))/attention/attend/shard_map/pe_lab_attention_key_gradient/pallas_call"
+    text = f"""ENTRY %main (x: f32[8]) -> f32[8] {{
+  %x = f32[8]{{0}} parameter(0)
+  %pallas_call.3 = f32[8]{{0}} custom-call(%x), {target}, metadata={{op_name="{name}"}}
+  ROOT %pallas_call.4 = f32[8]{{0}} custom-call(%pallas_call.3), {target}, metadata={{op_name="{name}"}}
+}}"""
+    assert kernels(parse(text)) == {"pe_lab_attention_key_gradient": 2}
 
 
 def test_copies_between_memories_are_read_and_written_once():

@@ -9,7 +9,17 @@ import pytest
 from pe_lab.errors import ConfigError
 from pe_lab.parallel.topology import Chip
 from pe_lab.planning.hlo import Buffer
-from pe_lab.planning.report import MIB, StepReport, Traffic, bounds, compare, read_report, report_json, report_text
+from pe_lab.planning.report import (
+    MIB,
+    StepReport,
+    Traffic,
+    _products,
+    bounds,
+    compare,
+    read_report,
+    report_json,
+    report_text,
+)
 
 CHIP = Chip("chip", memory=2**34, peak=1e14, bandwidth=1e12, ici=1e11, dcn=1e9)
 REPORT = StepReport(
@@ -66,6 +76,31 @@ def test_the_text_names_what_bounds_the_step():
     assert rows["loss"][-5:] == ["DCN", "1", "10.0", "10.0", "100%"]
     slow = dataclasses.replace(REPORT, memory_bytes=10**12)
     assert "bound by HBM: MFU is at most 8.0%" in report_text(slow, CHIP)
+
+
+def test_a_sentence_says_what_limits_the_step():
+    text = report_text(dataclasses.replace(REPORT, causal_flops=5e12), CHIP)
+    assert "MFU is at most 80.0% (full), 50.0% (causal);" in text
+    assert "What limits the step is compute: 90% of its FLOPs are those of other products. At the peaks" in text
+    assert "busy for a part of that time: HBM 50%, ICI 1%, DCN 10%." in text
+    long = dataclasses.replace(REPORT, attention_flops=2.7e13)
+    assert "is compute: 75% of its FLOPs are those of attention." in report_text(long, CHIP)
+    slow = dataclasses.replace(REPORT, memory_bytes=10**12, memory_by_source={"loss": 3, "": 1})
+    assert "What limits the step is HBM: 75% of its bytes in HBM are those of loss." in report_text(slow, CHIP)
+    network = report_text(REPORT, dataclasses.replace(CHIP, ici=1e6, dcn=0.0, name="NVIDIA H100 80GB"))
+    assert "What limits the step is NVLink: 67% of its bytes sent are those of mlp/gate." in network
+
+
+def test_products_of_kernels():
+    """Over the visible pairs: 2 forward, 3 for the gradient of queries, 4 for that of keys, 5 for both at once."""
+    tpu, gpu = ("gradient_query", "gradient_key"), ("query_gradient", "key_gradient")
+    for queries, keys in (tpu, gpu):
+        runs = {f"pe_lab_attention_{name}": 24 for name in ("flash", queries, keys)}
+        assert [_products(name, runs) for name in runs] == [2, 3, 4]
+    splash = {"splash_mha_fwd_residuals": 1, "splash_mha_dq_no_residuals": 1, "splash_mha_dkv_no_residuals": 1}
+    assert [_products(name, splash) for name in splash] == [2, 3, 4]
+    cudnn = ("dot_product_attention_fwd", "dot_product_attention_bwd")
+    assert [_products(name, dict.fromkeys(cudnn, 1)) for name in cudnn] == [2, 5]
 
 
 def test_more_rows_than_are_shown_are_summed():

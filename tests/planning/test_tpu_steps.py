@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pe_lab import plan as command
+from pe_lab.attention.context import sent
 from pe_lab.config import Config, from_dict
 from pe_lab.parallel import compiler
 from pe_lab.parallel.topology import GIB, parse_topology
@@ -155,6 +156,31 @@ def test_kernels_of_a_layer_by_what_it_keeps(remat, forward):
     runs = {("fwd" in name): count for name, count in report.kernels.items()}
     assert runs == {True: 2 * forward, False: 2}  # two layers
     assert any(one.source.startswith(("attention", "mlp")) for one in report.buffers)
+
+
+RING = {"pe_lab_attention_flash", "pe_lab_attention_gradient_query", "pe_lab_attention_gradient_key"}
+SPLASH = {"splash_mha_fwd_residuals", "splash_mha_dq_no_residuals", "splash_mha_dkv_no_residuals"}
+
+
+# Of two layers: four steps of three pairs of half-blocks in a ring; by heads, one call.
+@pytest.mark.parametrize(("way", "kernels", "runs"), [("ring", RING, 2 * 4 * 3), ("auto", SPLASH, 2)])
+def test_attention_across_a_context_axis_is_a_kernel_in_both_passes(way, kernels, runs):
+    """20 s each. A ring calls pe_lab's kernels, forward and backward; by heads, each device calls splash."""
+    model = SMALL["model"] | {"d_model": 512, "heads": 8, "kv_heads": 4, "remat": "dots_attention"}
+    phases = [{**SMALL["phases"][0], "batch_size": 1, "sequence_length": 8192}]
+    mesh = {"data": 1, "context": 4, "context_attention": way}
+    config = from_dict(Config, {"model": model, "phases": phases, "mesh": mesh})
+    plan = make_plan(config, parse_topology("v5p:2x2x1"))
+    _, report = explain_phase(plan, plan.phases[0])
+    assert report.kernels == dict.fromkeys(sorted(kernels), runs)
+    # 2 products forward, 3 and 4 in the two kernels of the backward pass, over half of all pairs.
+    assert report.attention_flops == pytest.approx(2 * 9 * 2 * 512 * 8192 / 2 * 8192 / 4, rel=1e-3)
+    sent_in_ring, sent_by_heads = sent((8, 4, 64), 2, 4, 1, False, True)
+    kind, of_token = ("collective-permute", sent_in_ring) if way == "ring" else ("all-to-all", sent_by_heads)
+    rows = [row for row in report.traffic if row.kind == kind and "attend" in row.source]
+    assert sum(row.wire for row in rows) == pytest.approx(2 * 8192 // 4 * of_token, rel=0.01)
+    # Beside computation: by default libtpu waits for every all-to-all.
+    assert sum(row.overlapped for row in rows) > 0.25 * sum(row.wire for row in rows)
 
 
 # Of the compiled steps of benchmarks/README.md: the MiB that a device sends (MaxText's: 9,976, 22,264 and 84,716), the
