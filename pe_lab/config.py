@@ -68,10 +68,9 @@ class ModelConfig:
     activation: str = "silu"  # silu | gelu_tanh | gelu (the exact one) | relu | relu2
     gated_mlp: bool = True  # down(activation(gate x) * up x), or else down(activation(up x))
     feed_forward: str = field(default="", metadata=OMIT_DEFAULT)  # a registered module in the place of the MLP
-    # 0 here: 1 / sqrt(head_dim), no bound, no cap.
-    attention_scale: float = number(0.0, 0, 10**6)  # factor on the products of queries and keys
-    attention_soft_cap: float = number(0.0, 0, 10**6)  # c: logits of attention x become c tanh(x / c) (Gemma 2)
-    qkv_clip: float = number(0.0, 0, 10**6)  # the largest query, key and value (MPT); no weight can bound them
+    attention_scale: float = number(0.0, 0, 10**6)  # factor on products of queries and keys; 0: 1 / sqrt(head_dim)
+    attention_soft_cap: float = number(0.0, 0, 10**6)  # c: attention logits x become c tanh(x / c) (Gemma 2); 0: none
+    qkv_clip: float = number(0.0, 0, 10**6)  # the largest query, key and value (MPT), which no weight bounds; 0: none
     # Of Gemma 4. No weight implies them; the scale acts on the residual stream too, so that no weight can hold it.
     value_norm: bool = field(default=False, metadata=OMIT_DEFAULT)  # an RMS norm of each head's values, without a scale
     values_are_keys: bool = field(default=False, metadata=OMIT_DEFAULT)  # before the keys' norm and rotation
