@@ -13,9 +13,9 @@ from pe_lab.terminal import command, leave, stop_while_importing
 
 COMMANDS = (
     *("train", "plan", "prepare", "evaluate", "report", "analyze", "surgery", "convert", "generate", "verify"),
-    *("sweep", "claims", "audit"),
+    *("sweep", "claims", "audit", "extend"),
 )
-STOPPED = ("train", "sweep", "claims")  # which SIGTERM and SIGINT stop with status 75
+STOPPED = ("train", "sweep", "claims", "extend")  # which SIGTERM and SIGINT stop with status 75
 
 
 def summary(name: str) -> str:

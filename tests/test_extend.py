@@ -176,7 +176,7 @@ def test_tables_page_and_json_have_every_arm():
     text = markdown(answer, screening)
     assert text.startswith(answer.sentence()) and text.count("| YaRN") == 2
     made = answer_json(answer)
-    assert [one["method"] for one in made["arms"]] == ["yarn", "unchanged", "drope"] and made["chosen"] == "yarn"
+    assert [one["variant"] for one in made["arms"]] == ["yarn", "unchanged", "drope"] and made["chosen"] == "yarn"
     assert json.loads(json.dumps(made)) == made
 
 
@@ -263,7 +263,7 @@ def test_from_a_checkpoint_to_an_answer(run, tmp_path, capfd):
     out = capfd.readouterr().out
     answer = json.loads((where / "answer.json").read_text())
     assert answer["answer"] in out and answer["answer"] in (where / "table.md").read_text()
-    assert {one["method"] for one in answer["arms"]} == {"unchanged", "yarn", "drope"} and answer["seeds"] == 2
+    assert {one["variant"] for one in answer["arms"]} == {"unchanged", "yarn", "drope"} and answer["seeds"] == 2
     flops = [one["flops"] for one in answer["arms"]]
     assert max(flops) - min(flops) < 0.03 * max(flops)
     for one in answer["arms"]:
@@ -272,7 +272,7 @@ def test_from_a_checkpoint_to_an_answer(run, tmp_path, capfd):
     page = (where / "report.html").read_text()
     assert answer["answer"] in page and page.count("<svg") >= 6
     best = pe_lab.load(where / "best")
-    arm = next(one for one in answer["arms"] if one["method"] == answer["chosen"])
+    arm = next(one for one in answer["arms"] if one["variant"] == answer["chosen"])
     trained = pe_lab.load(where / f"arms/{answer['chosen']}__seed=0")
     assert same_parameters(best, trained)
     scale = best.layers[0].scale_at(64)

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "pe_lab"
 
 COMMANDS = {"train", "prepare", "surgery", "convert", "generate", "evaluate", "analyze", "plan", "report", "verify"}
-COMMANDS |= {"sweep", "claims", "audit"}
+COMMANDS |= {"sweep", "claims", "audit", "extend"}
 LEVELS: list[set[str]] = [
     {"errors"},
     {"output"},

@@ -25,6 +25,7 @@ NAVIGATION = {
         "docs/your-own-encoding.md",
         "docs/reports.md",
         "docs/checkpoints.md",
+        "docs/extend.md",
         "docs/audit.md",
         "docs/evaluation.md",
         "docs/dope.md",

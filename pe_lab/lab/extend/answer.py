@@ -214,7 +214,7 @@ def answer_json(answer: Answer) -> dict[str, Any]:
         "rank_correlation": answer.correlation,
         "arms": [
             {
-                "method": one.arm.key,
+                "variant": one.arm.key,
                 "encoding": one.arm.chosen.text,
                 "tokens": one.arm.tokens,
                 "flops": one.arm.flops,

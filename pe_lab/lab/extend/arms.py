@@ -223,8 +223,8 @@ def make_sweep_of(
                 config = load_config(reference, keys, inherits=True, workdir=directory / name)
             except UserError as error:
                 raise type(error)(f"{arm.chosen.name}: {error}") from None
-            cells.append(SweepCell(name, {"method": arm.key}, seed, reference, keys, config))
-    described = {"recipe": "extend", "overrides": {}, "grid": {"method": []}, "seeds": []}
+            cells.append(SweepCell(name, {"arm": arm.key}, seed, reference, keys, config))
+    described = {"recipe": "extend", "overrides": {}, "grid": {"arm": []}, "seeds": []}
     sweep = Sweep(directory, tuple(cells), frozenset(cell.name for cell in cells), None, described)
     return joined(sweep, load_sweep(directory)) if exists(directory / FILE) else sweep
 

@@ -66,7 +66,7 @@ def write_best(plan: ExtensionPlan, forms: Sequence[str], show: Callable[[str], 
     Of several seeds it is the first.
     """
     answer = read_json(plan.directory / ANSWER)
-    arm = next(one for one in answer["arms"] if one["method"] == answer["chosen"])
+    arm = next(one for one in answer["arms"] if one["variant"] == answer["chosen"])
     run = plan.directory / "arms" / f"{arm['method']}__seed={plan.seeds[0]}"
     parent = open_checkpoint(str(run))
     layers = with_scale(parent.layers, arm["scale"], int(parent.metadata["training_length"]), plan.target)

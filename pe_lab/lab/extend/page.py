@@ -15,7 +15,7 @@ from pe_lab.lab.extend.numbers import MEASURES, Numbers, interval
 from pe_lab.lab.extend.screening import Screening, text_rows
 from pe_lab.page.charts import line_charts
 from pe_lab.page.markup import Markup, element, folded, note
-from pe_lab.page.stylesheet import CSS
+from pe_lab.page.stylesheet import CSS, SCRIPT
 from pe_lab.page.tables import plain_table
 from pe_lab.results.figures import Line, LineCharts
 from pe_lab.results.formatting import count
@@ -51,7 +51,8 @@ def html_page(answer: Answer, screening: Screening, checkpoint: str, commands: S
     )
     when = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="minutes")
     footer = element("footer", f"Made by pe_lab.extend on {when}.")
-    return f"<!doctype html>\n{element('html', head, element('body', top, main, footer), lang='en')}\n"
+    script = element("script", Markup(SCRIPT))
+    return f"<!doctype html>\n{element('html', head, element('body', top, main, footer, script), lang='en')}\n"
 
 
 def _about(answer: Answer) -> list[tuple[str, str]]:
@@ -79,7 +80,7 @@ def _trained(answer: Answer) -> Markup:
         "section",
         element("h2", "After training, at equal FLOPs"),
         plain_table("Arms", header, rows, words=header[:1]),
-        element("div", [line_charts(chart) for chart in charts], class_="grid"),
+        element("div", [line_charts(chart) for chart in charts], class_="grid", style="margin-top:18px"),
     )
 
 
@@ -88,18 +89,21 @@ def _screened(screening: Screening) -> Markup:
     best = screening.ranked()[:SHOWN]
     rest = [key for key in ("unchanged", "yarn") if key in screening.numbers and key not in best]
     named = {METHODS[key].name: screening.numbers[key] for key in (*best, *rest)}
-    charts = curves(named, screening.trained, f"The best {len(best)} by score, unchanged and YaRN.")
+    caption = f"The best {len(best)} by score, unchanged and YaRN; the table has intervals of their differences."
+    charts = curves(named, screening.trained, caption, intervals=False)
     return element(
         "section",
         element("h2", "Without training"),
         note("Every method has the logit scale β that fits other held-out text best at that length."),
         plain_table("Methods", header, rows, words=header[:1]),
-        element("div", [line_charts(chart) for chart in charts], class_="grid"),
+        element("div", [line_charts(chart) for chart in charts], class_="grid", style="margin-top:18px"),
     )
 
 
-def curves(named: Mapping[str, Numbers], training_length: int, caption: str) -> Iterator[LineCharts]:
-    """A chart of each measure by length, with intervals over units."""
+def curves(
+    named: Mapping[str, Numbers], training_length: int, caption: str, intervals: bool = True
+) -> Iterator[LineCharts]:
+    """A chart of each measure by length, perhaps with intervals over units."""
     for name, measure in MEASURES.items():
         lines = []
         for label, numbers in named.items():
@@ -109,7 +113,7 @@ def curves(named: Mapping[str, Numbers], training_length: int, caption: str) -> 
             ends = np.array([interval(numbers[one]) for one in at])
             x = np.array([one.length for one in at], np.float64)
             y = np.array([numbers[one].mean for one in at])
-            lines.append(Line(label, x, y, ends[:, 0], ends[:, 1]))
+            lines.append(Line(label, x, y, *(ends.T if intervals else ())))
         if lines:
             share = not measure.lower
             yield LineCharts(
