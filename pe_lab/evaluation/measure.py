@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
@@ -26,7 +27,7 @@ from pe_lab.identity import versions
 from pe_lab.model import complete
 from pe_lab.parallel import first_then_others
 from pe_lab.positional import Alibi, Layer, label_layers
-from pe_lab.results.records import Record, RecordFile, announced, finite
+from pe_lab.results.records import Record, RecordFile, announced, digest, finite
 from pe_lab.results.variants import PAPER_COEFFICIENT, VARIANTS
 from pe_lab.storage import AnyPath
 from pe_lab.terminal import console
@@ -207,6 +208,20 @@ class Evaluation:
         if key not in self._known:
             self._known[key] = compute()
         return self._known[key]
+
+    def encoding_key(self, variant: Variant, layers: Sequence[Layer], length: int) -> str:
+        """A digest of the weights and the encoding that sequences of `length` tokens are read under.
+
+        Descriptions that make equal schedules have equal keys: dynamic scalings at their training length, or NTK and
+        dynamic NTK at a longer one.
+        """
+
+        def make() -> str:
+            schedule = self._forward(variant).schedule(layers, length)
+            arrays = [np.asarray(one).tobytes().hex() for one in jax.tree.leaves(schedule)]
+            return digest([variant.subject.id, repr(schedule.structure), arrays], 24)
+
+        return self.remember(("encoding", variant.subject.id, layers, length), make)
 
     def remember_data(self, key: Any, compute: Callable[[], Any]) -> Any:
         """Data by its key, which does not depend on the subjects, opened once."""

@@ -19,6 +19,12 @@ def test_a_planted_minimum_is_found(planted):
     assert fit.nll_after <= fit.nll_before and fit.evaluations <= 25
 
 
+def test_no_more_scales_are_tried_than_asked_for():
+    fits = [betas.fit_beta(lambda beta: 3 + math.log(beta / 1.31) ** 2, 8.0, most=most) for most in (3, 4, 6)]
+    assert [fit.evaluations for fit in fits] == [3, 4, 6]
+    assert fits[2].nll_after <= fits[1].nll_after <= fits[0].nll_after and fits[2].beta == pytest.approx(1.31, abs=0.1)
+
+
 def test_the_scale_stays_1_where_nothing_is_better():
     fit = betas.fit_beta(lambda beta: abs(beta - 1), 4.0)
     assert fit.beta == 1 and fit.nll_after == fit.nll_before == 0

@@ -95,8 +95,9 @@ def test_beyond_it_they_differ(whole):
 def test_all_methods_and_checkpoints_share_one_compilation_a_length(whole):
     done, _, _ = whole
     (forward,) = done.forwards.values()
-    lengths = [(what, n) for what in ("losses", "predictions") for n in LENGTHS]
-    assert forward.traces == dict.fromkeys(lengths, 1)
+    lengths = [(what, n) for what in ("losses", "scores") for n in LENGTHS]
+    cropped = ("predictions", LENGTHS[0])
+    assert forward.traces == dict.fromkeys([*lengths, cropped], 1)
 
 
 def test_every_length_and_method_scores_the_same_tokens(whole):
@@ -130,6 +131,23 @@ def test_beta_is_fitted_on_text_that_is_not_scored(whole):
         for suite in ("perplexity", "needles"):
             used = pick(rows, suite, variant="beta", length=row["length"])
             assert [r["beta"] for r in used] == [row["beta"]]
+
+
+def test_encodings_that_coincide_are_measured_once(data, tmp_path, monkeypatch):
+    """Dynamic NTK is RoPE at the training length, and NTK at another; 2 s."""
+    described = ("kept", "dynamic_ntk", "ntk:factor=2")
+    plan = dict(suites=("needles",), descriptions=described, lengths=(16, 32))
+    done = evaluation(data, tmp_path, subjects(data)[:1], **plan)
+    read, measured = done.scores, []
+
+    def scores(variant, layers):
+        measured.append(variant.name)
+        return read(variant, layers)
+
+    monkeypatch.setattr(done, "scores", scores)
+    rows = {(row["variant"], row["length"]): row["accuracy"] for row in done.run()}
+    assert measured == ["kept", "kept", "dynamic_ntk", "ntk:factor=2"] and len(rows) == 6
+    assert rows["dynamic_ntk", 16] == rows["kept", 16] and rows["dynamic_ntk", 32] == rows["ntk:factor=2", 32]
 
 
 def test_descriptions_get_a_scale_of_their_own(data, tmp_path):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pe_lab.errors import UserError
-from pe_lab.evaluation.suite import SuiteMetric, TokenSuite
+from pe_lab.evaluation.suite import SuiteMetric, TokenSuite, option
 from pe_lab.evaluation.suites.perplexity import (
     HeldOutSettings,
     as_batch,
@@ -20,6 +20,7 @@ from pe_lab.evaluation.suites.perplexity import (
     text_identity,
     text_of,
 )
+from pe_lab.terminal import bounded
 
 if TYPE_CHECKING:
     from pe_lab.evaluation.measure import Evaluation, MeasurementUnit
@@ -41,10 +42,10 @@ def search_range(factor: float) -> tuple[float, float]:
     return 0.5, 1.5 + math.log(max(factor, 1.0))
 
 
-def fit_beta(loss: Callable[[float], float], factor: float, tolerance: float = 0.01) -> Fit:
+def fit_beta(loss: Callable[[float], float], factor: float, tolerance: float = 0.01, most: int = 25) -> Fit:
     """Minimizes `loss` (mean nats a token at a logit scale) by Brent's bounded method within `search_range`.
 
-    Scale 1 is kept unless another scale has a lower loss.
+    Scale 1 is kept unless another scale has a lower loss. At most `most` scales are tried.
     """
     from scipy.optimize import minimize_scalar  # half a second to import
 
@@ -56,7 +57,8 @@ def fit_beta(loss: Callable[[float], float], factor: float, tolerance: float = 0
             tried[beta] = loss(beta)
         return tried[beta]
 
-    minimize_scalar(remember, bounds=search_range(factor), method="bounded", options={"xatol": tolerance})
+    options = {"xatol": tolerance, "maxiter": most - 1}
+    minimize_scalar(remember, bounds=search_range(factor), method="bounded", options=options)
     best = min(tried, key=lambda beta: tried[beta])
     return Fit(best, tried[1.0], tried[best], len(tried))
 
@@ -73,6 +75,13 @@ def common_coefficient(betas: Sequence[float], factors: Sequence[float]) -> floa
     return sum(log * (beta - 1) for log, beta in zip(logs, betas, strict=True)) / weight if weight else None
 
 
+@dataclass(frozen=True)
+class LogitScaleSettings(HeldOutSettings):
+    """What chooses the held-out tokens, and how many scales are tried."""
+
+    fit_evaluations: int = option(25, "scales that the fit of one tries, at most", bounded(int, 3, 1000))
+
+
 class LogitScale(TokenSuite):
     """The logit scale of the variant `beta`, or of a description, fitted at each length beyond the training length."""
 
@@ -86,7 +95,7 @@ class LogitScale(TokenSuite):
         SuiteMetric("nll_after", "loss with β", higher_is_better=False, interval="none", decimals=4),
     )
     by_default = True
-    settings = HeldOutSettings
+    settings = LogitScaleSettings
 
     def impossible(self, evaluation: Evaluation) -> str:
         scaled = [s for s in evaluation.subjects if self.fits in s.variants or evaluation.plan.fit_scale]
@@ -121,15 +130,17 @@ class LogitScale(TokenSuite):
     def check(self, evaluation: Evaluation) -> list[str]:
         return missing_tokens(evaluation)
 
-    def cost(self, settings: HeldOutSettings, length: int) -> int:
-        return 10 * settings.fit_tokens
+    def cost(self, settings: LogitScaleSettings, length: int) -> int:
+        return min(settings.fit_evaluations, 10) * settings.fit_tokens
 
     def identity(self, evaluation: Evaluation, unit: MeasurementUnit) -> Record:
-        return text_identity(evaluation, evaluation.text_sources)
+        most = evaluation.settings(self).fit_evaluations
+        fewer = {} if most == LogitScaleSettings.fit_evaluations else {"fit_evaluations": most}
+        return text_identity(evaluation, evaluation.text_sources) | fewer
 
     def measure(self, evaluation: Evaluation, unit: MeasurementUnit) -> Record:
         """The scale with the smallest loss on the tiles set aside for it; text sources count by their weight."""
-        variant, subject, length = unit.variant, unit.variant.subject, unit.length
+        variant, length = unit.variant, unit.length
         texts = [text_of(evaluation, source) for source in evaluation.text_sources]
         shares = np.asarray([evaluation.mixture.sources[i].weight for i in evaluation.text_sources], np.float64)
         batches = [as_batch(text, cut(text.fit, length)) for text in texts]
@@ -139,8 +150,9 @@ class LogitScale(TokenSuite):
             means = [np.average(losses(batch), weights=batch["weights"]) for batch in batches]
             return float(np.average(means, weights=shares))
 
-        key = ("fit", subject.id, variant.layers, length)
-        fit = evaluation.remember(key, lambda: fit_beta(loss, unit.factor))
+        key = ("fit", evaluation.encoding_key(variant, variant.layers, length), length)
+        most = evaluation.settings(self).fit_evaluations
+        fit = evaluation.remember(key, lambda: fit_beta(loss, unit.factor, most=most))
         tokens = sum(len(text.fit) * (text.tile // length) * length for text in texts)
         names = ", ".join(text.source for text in texts)
         return {

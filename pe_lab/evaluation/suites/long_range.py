@@ -200,7 +200,8 @@ class LongRange(TokenSuite):
             losses = evaluation.losses(variant, layers)(_batch(documents))
             return summarize(losses, keys.weights(length))
 
-        key = (self.name, variant.subject.id, layers, length, unit.source, digest(dict(keys.about)))
+        encoding = evaluation.encoding_key(variant, layers, length)
+        key = (self.name, encoding, length, unit.source, digest(dict(keys.about)))
         return {**evaluation.remember(key, summary), "reference": keys.about["reference"], "short": keys.about["short"]}
 
     # ----------------------------------------------------------------------------------------------------------------

@@ -141,7 +141,8 @@ class Needles(TokenSuite):
             losses = {"answer_nll": float(nll.mean()), "answer_nll_by_window": nll.tolist()}
             return score(np.where(likeliest, asked.answers, -1), asked) | losses
 
-        found = evaluation.remember((self.name, variant.subject.id, layers, unit.length, unit.source, crop), answer)
+        encoding = evaluation.encoding_key(variant, layers, unit.length)
+        found = evaluation.remember((self.name, encoding, unit.length, unit.source, crop), answer)
         return {**found, "guessing": evaluation.mixture.sources[unit.source].needles.guessing}
 
     def _questions(self, evaluation: Evaluation, source: int, length: int) -> NeedleQuestions:

@@ -175,7 +175,8 @@ class Passkeys(TokenSuite):
         def answers() -> Record:
             return score(*evaluation.scores(variant, layers)(asked.tokens, asked.at, asked.answers), asked)
 
-        return evaluation.remember((self.name, variant.subject.id, layers, unit.length, unit.source), answers)
+        key = (self.name, evaluation.encoding_key(variant, layers, unit.length), unit.length, unit.source)
+        return evaluation.remember(key, answers)
 
     def _sequences(self, evaluation: Evaluation, source: int, length: int) -> PasskeySequences:
         settings = evaluation.settings(self)

@@ -302,7 +302,7 @@ class Perplexity(TokenSuite):
             kind, length = "windows", unit.length
             read = functools.partial(window_losses, text, losses=losses)
         found = evaluation.remember(
-            (kind, subject.id, layers, size, length, unit.source),
+            (kind, evaluation.encoding_key(variant, layers, size), size, length, unit.source),
             lambda: summarize(*read(length), len(text.score)),
         )
         return {**found, "tiles": list(text.score_index)}
