@@ -189,7 +189,7 @@ def check_documents(data: DataConfig, length: int) -> str:
             raise DataError(
                 f"{source.name}: none of {len(sizes):,} documents has {length:,} tokens; the longest has "
                 f"{int(sizes.max(initial=0)):,}. Give --data with longer documents, a shorter --length, or --long=0 to "
-                "train on what there is."
+                "train on shorter ones."
             )
         told.append(
             f"{source.name}: {len(long):,} of {len(sizes):,} documents have at least {length:,} tokens, "

@@ -10,8 +10,6 @@ import time
 import numpy as np
 
 from pe_lab.errors import ConfigError, UnsupportedError
-from pe_lab.lab.sweeps.runners import visible_gpus, visible_tpus
-from pe_lab.parallel.topology import CHIPS
 
 MFU = 0.4  # of the peak, or of what a matrix product reaches on a CPU
 TOKENS = 50_000_000  # of an arm, where nothing is given
@@ -56,6 +54,9 @@ def machine_flops() -> float:
 
     The peak of a CPU is that of a matrix product in float32, which is timed.
     """
+    from pe_lab.lab.sweeps.runners import visible_gpus, visible_tpus  # these load JAX
+    from pe_lab.parallel.topology import CHIPS
+
     if gpus := visible_gpus():
         query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
         name = subprocess.run(query, capture_output=True, text=True, check=False).stdout
