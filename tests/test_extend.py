@@ -250,33 +250,32 @@ def test_a_dry_run_prints_the_plan_with_its_cost(run, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_from_a_checkpoint_to_an_answer(run, tmp_path, capfd):
-    """Screening with a search, two seeds of three arms, evaluation, page and best; stopped once; 90 s."""
+    """Screening with a search, two seeds of two arms, evaluation, page and best; 60 s."""
     where = tmp_path / "longer"
-    asked = [f"--from={run}/pretrain", "--length=4x", "--tokens=20000", "--batch=256", "--seeds=2"]
-    asked += ["--population=8", "--iterations=1", "--search-sequences=4", "--methods=unchanged,pi,yarn,searched,drope"]
-    asked += ["--arms=unchanged,yarn,drope", "--evaluate.documents=4", "--evaluate.windows=8", f"--workdir={where}"]
+    asked = [f"--from={run}/pretrain", "--length=2x", "--tokens=20000", "--batch=256", "--seeds=2"]
+    asked += ["--population=8", "--iterations=1", "--search-sequences=4", "--methods=unchanged,searched,drope"]
+    asked += ["--arms=unchanged,drope", "--evaluate.documents=4", "--evaluate.windows=8", f"--workdir={where}"]
     assert main([*asked, "--only=screen"]) == 0
-    before = {file: file.stat().st_mtime_ns for file in (where / "screening").glob("*.jsonl")}
-    assert {file.name for file in before} == {"long_range.jsonl", "needles.jsonl", "beta.jsonl", "search.jsonl"}
+    files = [where / "screening" / f"{name}.jsonl" for name in ("long_range", "needles", "search")]
+    before = [file.stat().st_mtime_ns for file in files]
     assert main(asked) == 0
-    assert {file: file.stat().st_mtime_ns for file in before} == before  # nothing is measured again
+    assert [file.stat().st_mtime_ns for file in files] == before  # nothing is measured again
     out = capfd.readouterr().out
     answer = json.loads((where / "answer.json").read_text())
     assert answer["answer"] in out and answer["answer"] in (where / "table.md").read_text()
-    assert {one["variant"] for one in answer["arms"]} == {"unchanged", "yarn", "drope"} and answer["seeds"] == 2
+    assert {one["variant"] for one in answer["arms"]} == {"unchanged", "drope"} and answer["seeds"] == 2
     flops = [one["flops"] for one in answer["arms"]]
     assert max(flops) - min(flops) < 0.03 * max(flops)
     for one in answer["arms"]:
         for number in one["numbers"]:
             assert len(number["units"]) == 2 and number["mean"] == pytest.approx(np.mean(number["units"]))
     page = (where / "report.html").read_text()
-    assert answer["answer"] in page and page.count("<svg") >= 6
+    assert answer["answer"] in page and page.count("<svg") >= 4
     best = pe_lab.load(where / "best")
     arm = next(one for one in answer["arms"] if one["variant"] == answer["chosen"])
     trained = pe_lab.load(where / f"arms/{answer['chosen']}__seed=0")
     assert same_parameters(best, trained)
-    scale = best.layers[0].scale_at(64)
-    assert scale == pytest.approx(arm["scale"] * trained.layers[0].scale_at(64), rel=1e-5)
+    assert best.layers[0].scale_at(32) == pytest.approx(arm["scale"] * trained.layers[0].scale_at(32), rel=1e-5)
     assert main([*asked, "--seeds=1"]) == 2
     assert "is another extension (seeds: 2 there, 1 here)" in capfd.readouterr().err
 

@@ -67,7 +67,7 @@ def write_best(plan: ExtensionPlan, forms: Sequence[str], show: Callable[[str], 
     """
     answer = read_json(plan.directory / ANSWER)
     arm = next(one for one in answer["arms"] if one["variant"] == answer["chosen"])
-    run = plan.directory / "arms" / f"{arm['method']}__seed={plan.seeds[0]}"
+    run = plan.directory / "arms" / f"{arm['variant']}__seed={plan.seeds[0]}"
     parent = open_checkpoint(str(run))
     layers = with_scale(parent.layers, arm["scale"], int(parent.metadata["training_length"]), plan.target)
     to = plan.directory / BEST
@@ -75,7 +75,7 @@ def write_best(plan: ExtensionPlan, forms: Sequence[str], show: Callable[[str], 
         storage.remove_tree(to)
     tokenizer = load_tokenizer(parent.tokenizer) if parent.tokenizer else None
     saved = None if tokenizer is None else functools.partial(save_tokenizer, tokenizer)
-    what = f"{METHODS[arm['method']].name}, the answer of pe_lab.extend at {plan.target:,} tokens"
+    what = f"{METHODS[arm['variant']].name}, the answer of pe_lab.extend at {plan.target:,} tokens"
     write_child(parent, layers, to, what, saved)
     show(f"{to}: {what}")
     for form in forms:
