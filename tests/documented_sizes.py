@@ -9,6 +9,7 @@ import re
 PLACES = {"gs://bucket": "bucket", "/mnt/": "mnt/", "/shared/": "shared/"}
 PLACES |= {"HuggingFaceFW/fineweb-edu": "mirrors/fineweb", "HuggingFaceFW/fineweb:": "mirrors/fineweb:"}
 PLACES |= {"https://host/part-{00..31}.jsonl.zst": "corpus/{0..0}.jsonl.gz", "train:4096": "train:400"}
+PLACES |= {"length=16384,data=stdlib": "length=64,data=text:essays/*.txt", "--text=stdlib": "--text=essays/*.txt"}
 PLACES |= {"data=prose": "data=text:essays/*.txt", "--text=prose": "--text=essays/*.txt"}  # else minutes of downloads
 
 _TINY = {
@@ -63,6 +64,7 @@ QUICK = {
         "--points": "1,2,3,6",
         "--grid": "method=all-nope;indicator=query;rank=1;heads=1;order=ascending",
     },
+    "pe_lab.extend": {"--tokens": "50k", "--data": "corpus/*.jsonl.gz"},
     "pe_lab.generate": {"--max-new-tokens": "4"},
     "pe_lab.surgery": {"--length": "64", "--most": "1"},
     "pe_lab.prepare": {"--limit-documents": "20"},
@@ -80,6 +82,7 @@ ADDED = {
     "pe_lab.convert": ["--parity=off"],  # needs torch; tests/checkpoints compares logits with transformers
     "pe_lab.generate": ["--max-new-tokens=4"],
     "pe_lab.claims": ["--size=quick"],
+    "pe_lab.extend": ["--dry-run"],  # tests/test_extend.py runs one, for a minute
     "pe_lab.audit": ["--runtime=logits:audit.npz"],  # of the stand-in; other runtimes need torch or llama.cpp
 }
 
@@ -102,6 +105,12 @@ def quick(module: str, arguments: list[str]) -> list[str]:
             found.append(SUITES[one])
         else:
             found += sorted(glob.glob(one)) if not one.startswith("--") and "*" in one else [one]
+    if module == "pe_lab.surgery" and "--search" in found:
+        found = [one for one in found if not one.startswith(("--length", "--population", "--iterations"))]
+        found += ["--length=2x", "--population=8", "--iterations=0", "--sequences=2", "--objective=text"]
+    if any("passkeys" in one for one in found if one.startswith("--suite=")):
+        found = [one for one in found if not one.startswith("--lengths")]
+        found += ["--lengths=128,256", "--documents=2", "--passkeys=1", "--passkey-windows=1"]
     if any(one.startswith("--suite=lm_eval:local") for one in arguments):
         found.append("--samples=1")
     if "dope" in arguments and "--length=65536" in arguments:

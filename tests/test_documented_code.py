@@ -127,6 +127,7 @@ SIZES = {
     "--config.evaluation.options.tokens=128 --config.evaluation.factors=[1,2] --config.log.validation_batches=1 "
     "--workdir=runs/finetuned",
     "--length=4x": "--length=2x --sequences=2",
+    "--tokens=50M": "--tokens=50M --dry-run",
 }
 HAS_TO_HAVE = {"launch/slurm.sh": "a cluster"}
 
