@@ -3,14 +3,26 @@
 import dataclasses
 import json
 import math
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from pe_lab.config import DataConfig, SourceConfig
+from pe_lab.data.mixture import open_mixture
 from pe_lab.errors import UserError
+from pe_lab.evaluation.scoring.forward import Forward
+from pe_lab.evaluation.suites import long_range
+from pe_lab.evaluation.variants import Subject
+from pe_lab.lab.extend import objective
 from pe_lab.lab.extend.search import DivisorSearch, SearchSettings, SearchSpace, read_history
+from pe_lab.model import complete
 from pe_lab.positional import NTK, PI, Yarn, frequencies, layers
 from pe_lab.positional.encodings import rope_spectrum
+
+sys.path.append(str(Path(__file__).parent / "evaluation"))
+import tiny  # noqa: E402
 
 SPACE = SearchSpace(rope_spectrum(10000.0, 64), 10000.0, 64, 4096, 4.0)
 SMALL = SearchSettings(population=8, iterations=5, seed=3)
@@ -118,3 +130,75 @@ def test_the_history_of_another_search_is_refused(tmp_path):
         read_history(file, json.loads(lines[0]))
     with pytest.raises(UserError, match="give at least 8 candidates"):
         SearchSettings(population=4)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What a search minimizes
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory):
+    """Documents of 200 bytes that repeat a line of their own, and a checkpoint of a tiny model."""
+    directory, rng = tmp_path_factory.mktemp("lines"), np.random.default_rng(0)
+    for i in range(40):
+        line = "".join(rng.choice(list("abcdefgh"), 19)) + "\n"
+        (directory / f"{i}.txt").write_text(line * 10)
+    source = SourceConfig(f"text:{directory}/*.txt")
+    data = DataConfig((source,), cache_dir=str(directory / "cache"), validation_fraction=0.5)
+    subject = Subject(tiny.language_model(tiny.checkpoint(layers("rope", 2), data)), "tiny", "pretrain/checkpoints/3")
+    return data, subject, Forward(complete(subject.checkpoint.model), devices=tiny.one_device())
+
+
+def test_far_tokens_are_found_once_and_no_suite_scores_their_documents(lines, tmp_path, monkeypatch):
+    """Stopped after the second of four documents, it goes on with the third; 3 s."""
+    data, subject, forward = lines
+    for name, value in (("GAIN", 0.0), ("KNOWN", 100.0)):  # random weights know no token
+        monkeypatch.setattr(f"pe_lab.evaluation.suites.long_range.{name}", value)
+    shown, kept = [], tmp_path / "far_tokens.json"
+
+    def make(show=shown.append, names=("long_range",)):
+        params = subject.checkpoint.params
+        return objective.make_objective(names, data, subject, forward, params, 64, 4, show, kept)
+
+    def stop(line):
+        if "document 3" in line:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        make(stop)
+    found = make()
+    assert shown == [f"document {n} of 4: which tokens need a far context" for n in (3, 4)]
+    again = make()
+    assert len(shown) == 2 and again.fingerprint == found.fingerprint
+    (part,) = found.parts
+    scored = long_range.choose_documents(_stream(data), 64, 99)
+    texts = {tuple(_stream(data).read(start, start + 64).tolist()) for start in scored}
+    assert len(texts) == len(scored) > 4 and not texts & {tuple(tokens.tolist()) for tokens in part.tokens}
+    # Its loss is the mean over the tokens that count.
+    losses = forward.losses(subject.checkpoint.params, part.batch, subject.lm.layers)
+    expected = (losses * part.weights).sum() / part.weights.sum()
+    assert found.losses(forward, subject.checkpoint.params, [subject.lm.layers])[0, 0] == pytest.approx(expected)
+
+
+def test_objectives_that_the_data_cannot_give(lines, tmp_path):
+    data, subject, forward = lines
+    params = subject.checkpoint.params
+
+    def make(names, length=64):
+        return objective.make_objective(names, data, subject, forward, params, length, 4)
+
+    with pytest.raises(UserError, match="need more than 4 tokens of context: too few to search with"):
+        make(("long_range",))
+    assert [part.name for part in make(()).parts] == ["text"]  # by default all tokens count then
+    for names, length, says in (
+        (("needles",), 64, "the data has no needles"),
+        (("passkeys",), 64, "at least 128 tokens"),
+        (("text",), 300, "needs two held-out documents of more than that; the longest has 201"),
+        (("words",), 64, "there is no 'words'"),
+    ):
+        with pytest.raises(UserError, match=says):
+            make(names, length)
+
+
+def _stream(data):
+    return open_mixture(data).sources[0].prepared.streams["validation"]

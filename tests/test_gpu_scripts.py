@@ -77,3 +77,23 @@ def test_decode(tmp_path):
     assert [(one["batch"], one["length"]) for one in found["cases"]] == [(1, 16), (2, 40)]
     assert all(one["rows"][0]["decode"] > 0 and one["copy_limit"] > 0 for one in found["cases"])
     assert said.count("the limit of a copy") == 2
+
+
+@pytest.mark.slow
+def test_extend_smollm2(tmp_path, monkeypatch):
+    """From a tiny checkpoint and prepared text to an answer; 60 s."""
+    monkeypatch.syspath_prepend(str(ROOT / "tests/evaluation"))
+    import tiny
+
+    from pe_lab.data.mixture import open_mixture
+
+    data = tiny.corpus(tmp_path / "texts", 6000)
+    start = tiny.save_run(tmp_path / "run", data) / "pretrain"
+    prepared = next(one.prepared.directory for one in open_mixture(data).sources if one.prepared is not None)
+    monkeypatch.setenv("FROM", str(start))
+    monkeypatch.setenv("DATA", str(prepared))
+    monkeypatch.setenv("WORK", str(tmp_path / "work"))
+    said = run_tiny("extend_smollm2.sh", tmp_path)
+    answer = json.loads((tmp_path / "extend/answer.json").read_text())
+    assert answer["answer"] in said and {one["variant"] for one in answer["arms"]} == {"unchanged", "yarn"}
+    assert (tmp_path / "extend/search.jsonl").exists() and (tmp_path / "extend/report.html").exists()

@@ -32,6 +32,11 @@ class TokenProgress(Progress):
         self.read += tokens
         self.show(self.done + tokens, name)
 
+    def add_up(self, tokens: int) -> None:
+        """Adds tokens that were read to what is done."""
+        self.read += tokens
+        self.show(self.read)
+
     def show(self, done: int, name: str | None = None) -> None:
         """Shows that `done` of the total is done."""
         self.done = done if self._tokens is None else min(done, self._tokens)

@@ -10,6 +10,7 @@ from typing import Any
 
 from pe_lab.config import DataConfig
 from pe_lab.errors import ConfigError, did_you_mean
+from pe_lab.evaluation.progress import TokenProgress
 from pe_lab.evaluation.scoring.forward import Forward
 from pe_lab.evaluation.variants import Subject, can_scale
 from pe_lab.lab.extend.objective import make_objective
@@ -286,5 +287,7 @@ def layer_costs(subject: Subject, data: DataConfig, forward: Forward, params: An
     text = make_objective(("text",), data, subject, forward, params, length, COST_SEQUENCES)
     layers = subject.lm.layers
     rotating = [n for n, layer in enumerate(layers) if can_scale(layer, subject.training_length)]
-    losses = text.losses(forward, params, [layers, *(drop([n]).apply(layers) for n in rotating)])[:, 0]
+    with TokenProgress("cost of each layer", (len(rotating) + 1) * text.tokens) as progress:
+        forward.on_tokens = progress.add_up
+        losses = text.losses(forward, params, [layers, *(drop([n]).apply(layers) for n in rotating)])[:, 0]
     return {n: float(loss - losses[0]) for n, loss in zip(rotating, losses[1:], strict=True)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from pe_lab.evaluation.suites.long_range import choose_documents, default_short,
 from pe_lab.evaluation.suites.passkeys import TOKENS_EACH, passkey_sequences
 from pe_lab.lab.extend.numbers import FEWEST
 from pe_lab.results.records import digest
+from pe_lab.storage import AnyPath, is_file, read_json, write_json
 
 if TYPE_CHECKING:
     from pe_lab.evaluation.variants import Subject
@@ -88,13 +89,23 @@ Losses = Callable[[Int32[np.ndarray, "n W"]], Float32[np.ndarray, "n T"]]
 
 
 def make_objective(
-    names: Sequence[str], data: DataConfig, subject: Subject, forward: Forward, params: Any, length: int, sequences: int
+    names: Sequence[str],
+    data: DataConfig,
+    subject: Subject,
+    forward: Forward,
+    params: Any,
+    length: int,
+    sequences: int,
+    show: Callable[[str], None] = lambda line: None,
+    kept: AnyPath | None = None,
 ) -> Objective:
     """The objective of these names on held-out data that no suite scores.
 
     Args:
       names: of `OBJECTIVES`; (): `default_objective`, with all tokens of the documents where too few need a far one.
       sequences: of each part, at most.
+      show: prints a line for each document in which far tokens are looked for.
+      kept: a file for the far tokens, which are then found once.
 
     Raises:
       ConfigError: there is no such objective, or nothing of the kind in the data.
@@ -108,14 +119,15 @@ def make_objective(
     def losses(windows: Int32[np.ndarray, "n W"]) -> Float32[np.ndarray, "n T"]:
         return forward.losses(params, {"tokens": windows[:, :-1], "targets": windows[:, 1:]}, layers)
 
-    opened = _Opened(data, subject.training_length, losses, length, sequences, not names)
-    return Objective(tuple(OBJECTIVES[name](opened) for name in names or default_objective(data)), length)
+    opened = _Opened(data, subject.training_length, losses, length, sequences, not names, show, subject.id, kept)
+    return Objective(tuple(OBJECTIVES[name](opened) for name in names or default_objective(data, length)), length)
 
 
-def default_objective(data: DataConfig) -> tuple[str, ...]:
+def default_objective(data: DataConfig, length: int) -> tuple[str, ...]:
     """Tokens of documents that need a far context, and the needles that the model was trained with, or passkeys."""
-    symbols = any(source.needles is not None for source in open_mixture(data).sources)
-    return ("long_range", "needles" if symbols else "passkeys")
+    if any(source.needles is not None for source in open_mixture(data).sources):
+        return ("long_range", "needles")
+    return ("long_range", "passkeys") if length >= TOKENS_EACH else ("long_range",)
 
 
 @dataclass(frozen=True)
@@ -128,6 +140,9 @@ class _Opened:
     length: int
     sequences: int
     falls_back: bool  # to all tokens, where too few need a far context
+    show: Callable[[str], None]
+    reference: str  # the id of the checkpoint that finds far tokens
+    kept: AnyPath | None
 
     def texts(self) -> list[MixtureSource]:
         """The sources that hold out text."""
@@ -160,18 +175,33 @@ def _text(opened: _Opened) -> ObjectivePart:
 
 def _long_range(opened: _Opened) -> ObjectivePart:
     documents, short = _documents(opened), default_short(opened.training_length)
+    about = {"reference": opened.reference, "documents": digest(documents.tolist(), 24), "short": short}
+    found = _read_far(opened.kept, about)
+    for n, document in enumerate(documents[len(found) :], len(found) + 1):
+        opened.show(f"document {n} of {len(documents)}: which tokens need a far context")
+        reach, stride = opened.training_length + 1, max(1, short // 4)
+        found.append(key_tokens(document, opened.losses, reach, short, stride).tolist())
+        if opened.kept is not None:
+            write_json(opened.kept, {**about, "positions": found})
     weights = np.zeros((len(documents), opened.length), np.float32)
-    for counted, document in zip(weights, documents, strict=True):
-        reach = opened.training_length + 1
-        counted[key_tokens(document, opened.losses, reach, short, max(1, short // 4)) - 1] = 1
-    if (found := int(weights.sum())) < FEWEST:
+    for counted, positions in zip(weights, found, strict=True):
+        counted[np.array(positions, int) - 1] = 1
+    if (count := int(weights.sum())) < FEWEST:
         if opened.falls_back:
             return _part("text", documents, np.ones_like(weights))
         raise DataError(
-            f"Of {weights.size:,} held-out tokens, {found} need more than {short:,} tokens of context: too few to "
-            f"search with. Give more --sequences, other data, or --objective=text."
+            f"Of {weights.size:,} held-out tokens, {count} need more than {short:,} tokens of context: too few to "
+            "search with. Give more --sequences, other data, or --objective=text."
         )
     return _part("long_range", documents, weights)
+
+
+def _read_far(kept: AnyPath | None, about: Mapping[str, Any]) -> list[list[int]]:
+    """The positions of far tokens in the documents that were looked through before."""
+    if kept is None or not is_file(kept):
+        return []
+    found = read_json(kept)
+    return found["positions"] if {key: found.get(key) for key in about} == about else []
 
 
 def _needles(opened: _Opened) -> ObjectivePart:

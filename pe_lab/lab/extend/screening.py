@@ -10,6 +10,7 @@ from typing import Any
 from pe_lab.config import DataConfig
 from pe_lab.data.mixture import open_mixture
 from pe_lab.evaluation.measure import Evaluation, EvaluationPlan
+from pe_lab.evaluation.suites.passkeys import TOKENS_EACH
 from pe_lab.evaluation.variants import Subject
 from pe_lab.lab.extend.methods import METHODS, YARN, Chosen
 from pe_lab.lab.extend.numbers import (
@@ -64,10 +65,14 @@ class Screening:
         return sorted(self.numbers, key=self.score)
 
 
-def suites_for(data: DataConfig) -> tuple[str, ...]:
-    """The suites of a screening: documents, and the needles that the model was trained with, or passkeys in text."""
-    symbols = any(source.needles is not None for source in open_mixture(data).sources)
-    return ("long_range", "needles" if symbols else "passkeys")
+def suites_for(data: DataConfig, shortest: int) -> tuple[str, ...]:
+    """The suites of a screening: documents, and the needles that the model was trained with, or passkeys in text.
+
+    Sequences of fewer than `TOKENS_EACH` tokens have no space for passkeys.
+    """
+    if any(source.needles is not None for source in open_mixture(data).sources):
+        return ("long_range", "needles")
+    return ("long_range", "passkeys") if shortest >= TOKENS_EACH else ("long_range",)
 
 
 def screen(
@@ -89,7 +94,12 @@ def screen(
     """
     descriptions = tuple(f"{one.name}:{one.text}" for one in chosen)
     plan = EvaluationPlan(
-        tuple(lengths), suites_for(data), descriptions=descriptions, options=options, seed=seed, fit_scale=True
+        tuple(lengths),
+        suites_for(data, min(lengths)),
+        descriptions=descriptions,
+        options=options,
+        seed=seed,
+        fit_scale=True,
     )
     evaluation = Evaluation([subject], data, plan, directory)
     return collect(chosen, evaluation.run(), max(lengths), subject.training_length)

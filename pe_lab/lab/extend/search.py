@@ -20,6 +20,7 @@ from jaxtyping import Float
 from pe_lab import storage
 from pe_lab.config import DataConfig
 from pe_lab.errors import ConfigError, DataError
+from pe_lab.evaluation.progress import TokenProgress
 from pe_lab.evaluation.scoring.forward import Forward, tensor_shards
 from pe_lab.evaluation.suites.logit_scale import search_range
 from pe_lab.evaluation.variants import Subject, can_scale
@@ -366,7 +367,7 @@ def figure(search: DivisorSearch) -> LineCharts:
 # --------------------------------------------------------------------------------------------------------------------
 # The search of a checkpoint
 
-HISTORY = "search.jsonl"
+HISTORY, FAR = "search.jsonl", "far_tokens.json"
 
 
 def search_space(subject: Subject, length: int, monotone: bool = True) -> SearchSpace:
@@ -429,7 +430,7 @@ def search_checkpoint(
     forward = Forward(complete(subject.checkpoint.model), tensor=tensor_shards(subject.lm.mesh))
     params = forward.place(subject.checkpoint.params)
     show(f"search at {length:,} tokens: {settings.measurements:,} candidates at most")
-    measured = make_objective(objective, data, subject, forward, params, length, sequences)
+    measured = make_objective(objective, data, subject, forward, params, length, sequences, show, directory / FAR)
     show(f"objective: {measured.describe()}")
 
     def losses(population: Sequence[Genes]) -> list[float]:
@@ -443,7 +444,9 @@ def search_checkpoint(
         "objective": [part.name for part in measured.parts],
         "data": measured.fingerprint,
     }
-    search.run(losses, forward.candidates_at_once(sequences, length), directory / HISTORY, about, show)
+    with TokenProgress("search", settings.measurements * measured.tokens) as progress:
+        forward.on_tokens = progress.add_up
+        search.run(losses, forward.candidates_at_once(sequences, length), directory / HISTORY, about, show)
     for form in ("svg", "png"):
         storage.write_file(directory / f"search.{form}", render(figure(search), form))
     return search, measured
