@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -139,10 +140,26 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _in_process(part: str, argv: Sequence[str]) -> int:
-    """Runs a part that needs the devices in a process of its own, so that they are free for the runs afterwards."""
-    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
-    environment |= {"JAX_PLATFORMS": os.environ["JAX_PLATFORMS"]} if "JAX_PLATFORMS" in os.environ else {}
-    return subprocess.run([sys.executable, "-m", "pe_lab.extend", *argv, f"--only={part}"], env=environment).returncode
+    """Runs a part that needs the devices in a process of its own, so that they are free for the runs afterwards.
+
+    A request to stop is passed on; what was measured is kept, and the status is that of a stopped run.
+    """
+    process = subprocess.Popen([sys.executable, "-m", "pe_lab.extend", *argv, f"--only={part}"])
+    requests: list[int] = []
+
+    def pass_on(number: int, frame: Any) -> None:
+        requests.append(number)
+        process.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        status = process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if requests or status < 0:
+        return os.EX_TEMPFAIL
+    return status
 
 
 def make_plan(
@@ -153,7 +170,7 @@ def make_plan(
     from pe_lab.evaluation.suites import check_options
     from pe_lab.lab.extend.arms import TrainingSettings, flops_per_token
     from pe_lab.lab.extend.budget import TOKENS, tokens_of
-    from pe_lab.lab.extend.extension import ExtensionPlan, data_of
+    from pe_lab.lab.extend.extension import ALWAYS, FORMS, ExtensionPlan, data_of
     from pe_lab.lab.extend.methods import SEARCHED, parse_methods
     from pe_lab.lab.extend.search import SearchSettings
     from pe_lab.lab.sweeps import parse_seeds
@@ -173,7 +190,7 @@ def make_plan(
     given_sizes = {"population": args.population, "iterations": args.iterations}
     sizes = {key: value for key, value in given_sizes.items() if value is not None}
     seeds = tuple(parse_seeds(args.seeds))
-    count = len(arms) or 2 + args.best + 2
+    count = len(arms) or len((*ALWAYS, *FORMS)) + args.best
     if args.budget and args.tokens:
         raise ConfigError("--tokens are an arm's, and --budget is that of all arms: give one of them.")
     each = flops_per_token(subject, subject.lm.layers, target)
@@ -181,34 +198,34 @@ def make_plan(
     training = None
     if not args.no_training:
         training = TrainingSettings(
-            args.source,
-            data,
-            target,
-            tokens,
-            args.batch or 0,
-            args.rate or 0.0,
-            args.recalibration_rate or 0.0,
-            args.long,
-            args.stages,
-            args.distill,
-            dict(overrides),
+            checkpoint=args.source,
+            data=data,
+            length=target,
+            tokens=tokens,
+            batch=args.batch or 0,
+            rate=args.rate or 0.0,
+            recalibration_rate=args.recalibration_rate or 0.0,
+            long=args.long,
+            stages=args.stages,
+            distill=args.distill,
+            overrides=dict(overrides),
         )
     elif args.arms or args.budget or args.tokens:
         raise ConfigError("--no-training trains nothing: leave --arms, --tokens and --budget out.")
     where = args.workdir or f"runs/{name_of(args.source)}_{target}"
     return ExtensionPlan(
-        args.source,
-        target,
-        methods,
-        arms,
-        args.best,
-        training,
-        seeds,
-        SearchSettings(**sizes) if SEARCHED in (*methods, *arms) else None,
-        args.search_sequences,
-        measured,
-        data,
-        storage.path("--workdir", where),
+        source=args.source,
+        target=target,
+        methods=methods,
+        arms=arms,
+        train_best=args.best,
+        training=training,
+        seeds=seeds,
+        search=SearchSettings(**sizes) if SEARCHED in (*methods, *arms) else None,
+        search_sequences=args.search_sequences,
+        options=measured,
+        data=data,
+        directory=storage.path("--workdir", where),
     )
 
 

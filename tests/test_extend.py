@@ -3,7 +3,10 @@
 import json
 import math
 import re
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -246,6 +249,28 @@ def test_a_dry_run_prints_the_plan_with_its_cost(run, tmp_path, capsys):
     rows = [line for line in out.splitlines() if line.startswith(("unchanged", "YaRN", "DroPE", "slow half"))]
     assert len(rows) == 4 and "78 " in rows[0]  # steps of 256 tokens
     assert "6 runs" in out and not (tmp_path / "longer").exists()
+
+
+@pytest.mark.slow
+def test_a_screening_that_is_stopped_goes_on(run, tmp_path):
+    """SIGTERM to the command alone ends its part too, with status 75; what was measured stays; 30 s."""
+    where = tmp_path / "longer"
+    asked = [sys.executable, "-m", "pe_lab.extend", f"--from={run}/pretrain", "--length=2x", "--no-training"]
+    asked += ["--methods=unchanged,pi,ntk,yarn", "--evaluate.documents=4", "--evaluate.windows=8", f"--workdir={where}"]
+    process = subprocess.Popen(asked, stdout=subprocess.PIPE, text=True)
+    records = where / "screening" / "needles.jsonl"
+    deadline = time.monotonic() + 120
+    while not records.is_file() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 75
+    process.stdout.close()
+    before = records.read_text().splitlines()
+    time.sleep(1)
+    assert records.read_text().splitlines() == before  # no part of it goes on alone
+    assert main(asked[3:]) == 0
+    assert records.read_text().splitlines()[: len(before)] == before
+    assert (where / "screening/screening.json").is_file()
 
 
 @pytest.mark.slow

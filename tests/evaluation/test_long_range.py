@@ -38,13 +38,13 @@ def test_key_tokens_are_those_of_longppl(copy_model, case):
 
 
 def test_a_reference_that_reads_less_than_the_document_slides(copy_model):
-    """Each token's far context is what lies before it in the window of `reach` tokens that scores it."""
+    """Each token's far context is what lies before it in a window of `reach` tokens, which advances by a quarter."""
     document = np.frombuffer(GOLDEN["documents"]["make_niah_golden.py"].encode(), np.uint8).astype(np.int32)
     reach, short, stride = 1000, 256, 64
     found, asked = [], range(short, len(document), 5)
     for at in asked:
         start = (at - short) // stride * stride  # of the short context
-        begin = max(0, start + short + stride - reach)
+        begin = max(0, -(-(at + 1 - reach) // (reach // 4)) * (reach // 4))
         near = copy_model(document[None, start : at + 1])[0, -1]
         far = copy_model(document[None, begin : at + 1])[0, -1]
         found += [at] * bool(near - far > 2 and far < 2)

@@ -65,41 +65,40 @@ def key_tokens(
 
     A token is one if its loss is more than `GAIN` lower with the far context than with the short one, and lower than
     `KNOWN`. The short context of a token begins at the largest multiple of `stride` that is at least `short` tokens
-    before it. The far context is the whole document, as in LongPPL, where the reference can read that. Otherwise it is
-    what lies before the token in a window of `reach` tokens, of which the last `stride` are scored.
+    before it. The far context is the whole document, as in LongPPL, where the reference can read that. Further on it is
+    what lies before the token in a window of `reach` tokens; windows advance by a quarter of that.
 
     Args:
       losses: of the reference.
-      reach: the most tokens that the reference reads at once, more than `short` + `stride`.
+      reach: the most tokens that the reference reads at once, more than `short`.
     """
     total = len(document)
-    starts = np.arange(0, total - short, stride)  # each scores `stride` tokens after its short context
-    near = _windows(document, starts, short, stride, losses)
+    near = _by_token(document, np.arange(0, total - short, stride), short, stride, losses)
     reach = min(reach, total)
-    far_starts = starts + short + stride - reach
-    inside = far_starts <= 0  # windows within what the reference reads at once from the document's start
-    far = np.full(near.shape, np.nan)
-    whole = np.pad(losses(document[None, :reach])[0], (1, stride), constant_values=np.nan)  # by token
-    far[inside] = whole[starts[inside, None] + short + np.arange(stride)]
-    if not inside.all():
-        far[~inside] = _windows(document, far_starts[~inside], reach - stride, stride, losses)
-    window, offset = np.nonzero((near - far > GAIN) & (far < KNOWN))
-    return (starts[window] + short + offset).astype(np.int64)
+    step = max(1, reach // 4)
+    far = _by_token(document, np.arange(step, total - reach + step, step), reach - step, step, losses)
+    far[1:reach] = losses(document[None, :reach])[0]
+    return np.flatnonzero((near - far > GAIN) & (far < KNOWN)).astype(np.int64)
+
+
+def _by_token(
+    document: Int[np.ndarray, " W"], starts: Int[np.ndarray, " n"], context: int, stride: int, losses: ReadLosses
+) -> Float[np.ndarray, " W"]:
+    """The loss of each token, of the `stride` tokens after `context` tokens from each start; NaN of other tokens."""
+    found = np.full(len(document), np.nan)
+    if not len(starts):
+        return found
+    places = starts[:, None] + np.arange(context + stride)
+    # After the end comes any token: no earlier loss depends on it.
+    scored = losses(document[np.minimum(places, len(document) - 1)])[:, context - 1 :]
+    inside = places[:, context:] < len(document)
+    found[places[:, context:][inside]] = scored[inside]
+    return found
 
 
 def default_short(reach: int) -> int:
     """The tokens of the short context where the reference reads `reach` tokens."""
     return max(1, min(SHORT, reach // 4))
-
-
-def _windows(
-    document: Int[np.ndarray, " W"], starts: Int[np.ndarray, " n"], context: int, stride: int, losses: ReadLosses
-) -> Float[np.ndarray, "n stride"]:
-    """The losses of the `stride` tokens after `context` tokens from each start; NaN after the document's end."""
-    places = starts[:, None] + np.arange(context + stride)
-    # After the end comes any token: no earlier loss depends on it.
-    found = losses(document[np.minimum(places, len(document) - 1)])[:, context - 1 :]
-    return np.where(places[:, context:] < len(document), found, np.nan)
 
 
 # --------------------------------------------------------------------------------------------------------------------
