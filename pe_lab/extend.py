@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pe_lab.evaluation.variants import Subject
     from pe_lab.lab.extend.extension import ExtensionPlan
 
-PARTS = ("screen", "train", "evaluate", "answer")
+PARTS = ("screen", "train", "evaluate", "suites", "answer")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -70,6 +70,12 @@ def parser() -> argparse.ArgumentParser:
         type=bounded(int, 0, 100),
         default=2,
         help="how many others are trained, the first in the screening (2)",
+    )
+    add(
+        "--suites",
+        metavar="SUITE,...",
+        help="to measure the trained arms with too, at all lengths, such as ruler or lm_eval:TASK (default: none); "
+        "--evaluate.samples=20 and others are their options",
     )
     add("--seeds", default="1", help="of each arm: how many, or which: 3 is 0,1,2 (default: 1)")
     add("--batch", type=amount, help="tokens a step (default: those of the checkpoint's run)")
@@ -129,7 +135,7 @@ def main(argv: Sequence[str]) -> int:
     line = shlex.join(["python", "-m", "pe_lab.extend", *argv])
     for part in (args.only,) if args.only else PARTS:
         if part in ("screen", "evaluate") and args.only is None:
-            status = _in_process(part, argv)
+            status = _stoppable([sys.executable, "-m", "pe_lab.extend", *argv, f"--only={part}"])
         else:
             status = _run_part(part, plan, subject, args, passed_on, line, out)
         if status:
@@ -139,12 +145,12 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _in_process(part: str, argv: Sequence[str]) -> int:
+def _stoppable(command: Sequence[str]) -> int:
     """Runs a part that needs the devices in a process of its own, so that they are free for the runs afterwards.
 
     A request to stop is passed on; what was measured is kept, and the status is that of a stopped run.
     """
-    process = subprocess.Popen([sys.executable, "-m", "pe_lab.extend", *argv, f"--only={part}"])
+    process = subprocess.Popen(command)
     requests: list[int] = []
 
     def pass_on(number: int, frame: Any) -> None:
@@ -157,9 +163,7 @@ def _in_process(part: str, argv: Sequence[str]) -> int:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    if requests or status < 0:
-        return os.EX_TEMPFAIL
-    return status
+    return os.EX_TEMPFAIL if requests or status < 0 else status
 
 
 def make_plan(
@@ -226,7 +230,18 @@ def make_plan(
         options=measured,
         data=data,
         directory=storage.path("--workdir", where),
+        suites=suites_of(args.suites, options),
     )
+
+
+def suites_of(text: str | None, options: Mapping[str, str]) -> tuple[str, ...]:
+    """The options of `pe_lab.evaluate` for `--suites`; `ConfigError` for a suite that there is not."""
+    from pe_lab.evaluation.suites import parse_suites
+
+    if not text:
+        return ()
+    parse_suites(text)
+    return (f"--suite={text}", *(f"--{name}={value}" if value else f"--{name}" for name, value in options.items()))
 
 
 def _asked(args: argparse.Namespace, overrides: Mapping[str, str], options: Mapping[str, str]) -> dict[str, Any]:
@@ -311,8 +326,14 @@ def _run_part(
             out.print(f"FAILED {short(state)}: {state.error} (log: {log}); --retry trains it again")
         return 1 if extension.failed(states) else 0
     elif part == "evaluate":
-        extension.write_answer(plan, extension.evaluate_arms(plan, show), extension.read_screened(plan).screening)
+        extension.evaluate_arms(plan, show)
+    elif part == "suites":
+        for command in extension.suite_commands(plan, subject):
+            if status := _stoppable([sys.executable, *command]):
+                return status
     else:
+        answer = extension.read_answer(plan, subject)
+        extension.write_answer(plan, answer, extension.read_screened(plan).screening)
         write_best(plan, parse_forms(args.export), show)
     return 0
 

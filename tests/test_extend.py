@@ -16,12 +16,11 @@ import pytest
 import pe_lab
 from pe_lab.config import DataConfig, SourceConfig
 from pe_lab.errors import UserError
-from pe_lab.extend import main
+from pe_lab.extend import main, make_plan, parser
 from pe_lab.lab.extend import budget
 from pe_lab.lab.extend.answer import Trained, answer_json, answer_rows, make_answer, rank_correlation
 from pe_lab.lab.extend.arms import TrainingSettings, flops_per_token, plan_arms, training_data
-from pe_lab.lab.extend.best import with_scale
-from pe_lab.lab.extend.extension import factors_of_two
+from pe_lab.lab.extend.extension import described, factors_of_two, read_answer, suite_commands, with_scale
 from pe_lab.lab.extend.methods import Extension, choose
 from pe_lab.lab.extend.numbers import At, Number
 from pe_lab.lab.extend.page import html_page, markdown
@@ -296,6 +295,32 @@ def test_from_a_checkpoint_to_an_answer(run, tmp_path, capfd):
             assert len(number["units"]) == 2 and number["mean"] == pytest.approx(np.mean(number["units"]))
     page = (where / "report.html").read_text()
     assert answer["answer"] in page and page.count("<svg") >= 4
+    start = described(f"{run}/pretrain")
+    options = [one for one in asked if not one.startswith("--evaluate.")]
+    plan = make_plan(parser().parse_args([*options, "--suites=ruler:vt"]), start, {}, {"samples": "2"})
+    commands = suite_commands(plan, start)
+    assert len(commands) == 5 and all(
+        {"--suite=ruler:vt", "--samples=2", "--lengths=16,32,64"} <= set(one) for one in commands
+    )
+    assert commands[0][-2:] == [f"--from={run}/pretrain", f"--out={where}/before"]
+    trained = {one["variant"]: one for one in answer["arms"]}
+    for key, name in (("unchanged", "unchanged"), ("drope", "DroPE")):
+        texts = {one[-1] for one in commands if f"--from={where}/arms/{key}__seed=0" in one}
+        scale = trained[key]["scale"]
+        law = f"/beta={(scale - 1) / math.log(2)!r}@16" if scale != 1 and key == "drope" else ""
+        assert texts == {f"--positional={name}:{trained[key]['encoding']}{law}"}
+    # Scores of such a suite are numbers of the answer.
+    scores = [
+        {"suite": "ruler", "task": task, "length": 32, "score": score} for task, score in (("vt", 0.25), ("cwe", 0.75))
+    ]
+    lines = "".join(json.dumps(one) + "\n" for one in scores)
+    for seed in range(2):
+        (where / f"arms/drope__seed={seed}/evaluation/ruler.jsonl").write_text(lines)
+        (where / f"arms/unchanged__seed={seed}/evaluation/ruler.jsonl").write_text(lines.replace("0.25", "0.75"))
+    again = {
+        one.arm.key: one.numbers[At("ruler", 32)] for one in read_answer(plan, described(f"{run}/pretrain")).trained
+    }
+    assert again == {"drope": Number(0.5, (0.5, 0.5)), "unchanged": Number(0.75, (0.75, 0.75))}
     best = pe_lab.load(where / "best")
     arm = next(one for one in answer["arms"] if one["variant"] == answer["chosen"])
     trained = pe_lab.load(where / f"arms/{answer['chosen']}__seed=0")

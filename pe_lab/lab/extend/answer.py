@@ -10,11 +10,11 @@ from typing import Any
 from pe_lab.lab.extend.arms import ExtensionArm
 from pe_lab.lab.extend.methods import METHODS
 from pe_lab.lab.extend.numbers import (
-    MEASURES,
     At,
     Numbers,
     difference,
     in_order,
+    measure_of,
     numbers_json,
     score,
     score_difference,
@@ -185,7 +185,7 @@ def answer_rows(answer: Answer) -> tuple[list[str], list[list[str]]]:
         if at.length in (answer.training_length, answer.target, 2 * answer.target)
     ]
     header = ["trained", "tokens", "FLOPs", "against the best", f"price at {answer.training_length:,}"]
-    header += [f"{MEASURES[at.measure].title} {at.length / answer.training_length:g}x" for at in shown]
+    header += [f"{measure_of(at.measure).title} {at.length / answer.training_length:g}x" for at in shown]
     rows = []
     for one in answer.trained:
         key, arm = one.arm.key, one.arm

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
-import math
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -20,9 +18,8 @@ from pe_lab.data.tokenizers import load_tokenizer, save_tokenizer
 from pe_lab.errors import ConfigError, UnsupportedError, UserError
 from pe_lab.evaluation.targets import locate
 from pe_lab.evaluation.variants import Subject
-from pe_lab.lab.extend.extension import ALWAYS, ANSWER, FORMS
+from pe_lab.lab.extend.extension import ALWAYS, ANSWER, FORMS, with_scale
 from pe_lab.lab.extend.methods import METHODS, Extension, choose
-from pe_lab.positional import Beta, Layer
 from pe_lab.storage import AnyPath, read_json
 
 if TYPE_CHECKING:
@@ -88,11 +85,3 @@ def write_best(plan: ExtensionPlan, forms: Sequence[str], show: Callable[[str], 
             raise UserError(f"--export={form}: {done.stderr.strip().removeprefix('error: ')}")
         show(done.stdout.strip())
     return to
-
-
-def with_scale(layers: Sequence[Layer], scale: float, training_length: int, target: int) -> tuple[Layer, ...]:
-    """The layers with a logit scale that is 1 up to the training length, and `scale` at the target."""
-    if scale == 1 or target <= training_length:
-        return tuple(layers)
-    law = Beta((scale - 1) / math.log(target / training_length), training_length)
-    return tuple(dataclasses.replace(layer, logit_scale=law) for layer in layers)

@@ -6,14 +6,14 @@ Everything is kept in one directory, and a command that was stopped goes on wher
   screening/        records of the methods without training, the cost of each layer, and the search
   arms/             a sweep: a run for each method and seed, with its evaluation
   before/           records of the checkpoint as it was, beyond the target
-  answer.json, report.html, table.md
+  answer.json, table.md, report.html
   best/             a child of the checkpoint, or the trained weights, with the encoding of the answer
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
+import math
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +28,7 @@ from pe_lab.data.mixture import open_mixture
 from pe_lab.data.sources import KINDS
 from pe_lab.errors import ConfigError, DataError
 from pe_lab.evaluation.scoring.forward import Forward, tensor_shards
+from pe_lab.evaluation.suites import parse_suites
 from pe_lab.evaluation.suites.long_range import choose_documents, document_sizes
 from pe_lab.evaluation.targets import load_subjects, locate
 from pe_lab.evaluation.variants import Subject
@@ -50,7 +51,7 @@ from pe_lab.lab.extend.methods import (
     choose,
     layer_costs,
 )
-from pe_lab.lab.extend.numbers import Numbers, numbers_from_json, numbers_json, over_seeds
+from pe_lab.lab.extend.numbers import Numbers, numbers_from_json, numbers_json, over_seeds, suite_numbers
 from pe_lab.lab.extend.page import html_page, markdown
 from pe_lab.lab.extend.screening import Screening, screen
 from pe_lab.lab.extend.search import HISTORY, SearchSettings, search_checkpoint
@@ -58,8 +59,8 @@ from pe_lab.lab.sweeps import CellState, Runner, run_sweep
 from pe_lab.lab.sweeps.state import COMPLETE
 from pe_lab.language_model import LanguageModel
 from pe_lab.model import complete
-from pe_lab.positional import Layer, from_json
-from pe_lab.results.records import digest, finite
+from pe_lab.positional import Beta, Layer, from_json, text_of
+from pe_lab.results.records import RecordFile, digest, finite
 from pe_lab.storage import AnyPath, exists, read_json, write_json
 from pe_lab.terminal import table
 
@@ -88,6 +89,7 @@ class ExtensionPlan:
       options: of suites.
       directory: of everything.
       left_out: methods that are not trained, since they cannot be exported.
+      suites: options of `pe_lab.evaluate` for the suites that measure the arms beside the score; (): none do.
     """
 
     source: str
@@ -103,6 +105,7 @@ class ExtensionPlan:
     data: DataConfig
     directory: AnyPath
     left_out: tuple[str, ...] = ()
+    suites: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -270,7 +273,10 @@ def train_arms(
 
 
 def evaluate_arms(plan: ExtensionPlan, show: Show) -> Answer:
-    """Measures the checkpoint as it was and all runs, from the training length to twice the target."""
+    """Measures the checkpoint as it was and all runs, from the training length to twice the target.
+
+    The answer is written as answer.json, for what comes after.
+    """
     screened, subject = read_screened(plan), load(plan.source)
     arms = make_arms(plan, subject, screened, lambda line: None)
     lengths = _final_lengths(plan, subject, show)
@@ -292,9 +298,61 @@ def evaluate_arms(plan: ExtensionPlan, show: Show) -> Answer:
             found = screen(model, plan.data, [own], lengths, run / "evaluation", options)
             of_seeds.append(found.numbers[arm.key])
         trained.append(Trained(arm, over_seeds(of_seeds), found.scales[arm.key].get(plan.target, 1.0)))
-    return make_answer(
+    found = make_answer(
         trained, before.numbers[UNCHANGED], screened.screening, plan.target, trained_length, len(plan.seeds)
     )
+    write_json(plan.directory / ANSWER, finite(answer_json(found)))
+    return found
+
+
+def read_answer(plan: ExtensionPlan, subject: Subject) -> Answer:
+    """The answer of what was measured, with the scores of the other suites; `DataError` if nothing was."""
+    file = plan.directory / ANSWER
+    if not storage.is_file(file):
+        raise DataError(f"'{plan.directory}' has no answer yet. Run the command without --only first.")
+    found, screened = read_json(file), read_screened(plan)
+    of_arms = {one["variant"]: one for one in found["arms"]}
+    arms = [arm for arm in make_arms(plan, subject, screened, lambda line: None) if arm.key in of_arms]
+    trained = []
+    for arm in arms:
+        one = of_arms[arm.key]
+        runs = [plan.directory / "arms" / f"{arm.key}__seed={seed}" / "evaluation" for seed in plan.seeds]
+        numbers = numbers_from_json(one["numbers"]) | over_seeds([_of_suites(plan, run) for run in runs])
+        trained.append(Trained(arm, numbers, one["scale"]))
+    before = numbers_from_json(found["before"]) | _of_suites(plan, plan.directory / "before")
+    return make_answer(trained, before, screened.screening, plan.target, subject.training_length, len(plan.seeds))
+
+
+def _of_suites(plan: ExtensionPlan, directory: AnyPath) -> Numbers:
+    """The scores of the suites that `plan.suites` names, from the records of a run."""
+    option = next((one for one in plan.suites if one.startswith("--suite=")), "")
+    names = parse_suites(option.removeprefix("--suite=")) if option else ()
+    files = [RecordFile(directory / f"{name}.jsonl") for name in names]
+    return suite_numbers([record for file in files for record in file.records])
+
+
+def suite_commands(plan: ExtensionPlan, subject: Subject) -> list[list[str]]:
+    """The commands that measure the suites: of the checkpoint as it was, and of every run under the scale that fits."""
+    if not plan.suites:
+        return []
+    answer = read_answer(plan, subject)
+    lengths = ",".join(map(str, (*lengths_of(plan, subject), 2 * plan.target)))
+    base = ["-m", "pe_lab.evaluate", f"--lengths={lengths}", *plan.suites]
+    found = [[*base, f"--from={plan.source}", f"--out={plan.directory / 'before'}"]]
+    for one in answer.trained:
+        for seed in plan.seeds:
+            run = plan.directory / "arms" / f"{one.arm.key}__seed={seed}"
+            layers = with_scale(one.arm.chosen.layers, one.scale, one.arm.length, plan.target)
+            found.append([*base, f"--from={run}", f"--positional={one.arm.chosen.name}:{text_of(layers)}"])
+    return found
+
+
+def with_scale(layers: Sequence[Layer], scale: float, training_length: int, target: int) -> tuple[Layer, ...]:
+    """The layers with a logit scale that is 1 up to the training length, and `scale` at the target."""
+    if scale == 1 or target <= training_length:
+        return tuple(layers)
+    law = Beta((scale - 1) / math.log(target / training_length), training_length)
+    return tuple(dataclasses.replace(layer, logit_scale=law) for layer in layers)
 
 
 def _final_lengths(plan: ExtensionPlan, subject: Subject, show: Show) -> tuple[int, ...]:
@@ -394,7 +452,7 @@ def check_plan(directory: AnyPath, asked: Mapping[str, Any]) -> None:
 
 
 def write_answer(plan: ExtensionPlan, answer: Answer, screening: Screening) -> AnyPath:
-    """Writes answer.json, report.html and table.md; the path of the page."""
+    """Writes report.html and table.md, and prints the answer; the path of the page."""
     arms = [one.arm for one in answer.trained]
     evaluate = f"python -m pe_lab.evaluate --from={plan.source} --suite=long_range,beta --fit-scale"
     commands = [f"{evaluate} --positional='{arm.chosen.name}:{arm.chosen.text}'" for arm in arms[:1]]
@@ -402,7 +460,6 @@ def write_answer(plan: ExtensionPlan, answer: Answer, screening: Screening) -> A
         sweep = make_sweep_of(arms, plan.training, plan.seeds, plan.directory / "arms")
         commands += [shlex.join(["python", *cell.command(sweep.directory)[1:]]) for cell in sweep.asked]
     files = {
-        plan.directory / ANSWER: json.dumps(finite(answer_json(answer)), indent=1, ensure_ascii=False) + "\n",
         plan.directory / TABLE: markdown(answer, screening),
         plan.directory / PAGE: html_page(answer, screening, plan.source, commands),
     }

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from pe_lab.evaluation.suites import suite_of
 from pe_lab.results.records import Record
 from pe_lab.results.statistics import Difference, paired, paired_sum, paired_t, student
 
@@ -46,6 +47,11 @@ MEASURES = {
 }
 
 
+def measure_of(name: str) -> Measure:
+    """The measure of a name; of another suite, its mean score over tasks."""
+    return MEASURES.get(name) or Measure((name,), suite_of(name).title, "", "score", "")
+
+
 class At(NamedTuple):
     """Which number: a measure at a length."""
 
@@ -81,6 +87,16 @@ def numbers_of(records: Sequence[Record]) -> dict[At, Number]:
     return found
 
 
+def suite_numbers(records: Sequence[Record]) -> dict[At, Number]:
+    """The mean scores over the tasks of other suites, by suite and length; their units are the tasks."""
+    scores: dict[At, dict[str, float]] = {}
+    for record in records:
+        if record.get("score") is not None and record.get("length"):
+            at = At(str(record["suite"]), int(record["length"]))
+            scores.setdefault(at, {})[str(record.get("task"))] = float(record["score"])
+    return {at: Number(math.fsum(found.values()) / len(found), tuple(found.values())) for at, found in scores.items()}
+
+
 def over_seeds(seeds: Sequence[Numbers]) -> dict[At, Number]:
     """The means over runs of several seeds, whose units are the seeds; of one run its own units."""
     if len(seeds) == 1:
@@ -99,7 +115,7 @@ def difference(one: Number, other: Number, measure: str) -> Difference | None:
     if not pairs:
         return None
     left, right = [a for a, _ in pairs], [b for _, b in pairs]
-    return paired_t(left, right) if MEASURES[measure].lower or len(pairs) < 5 else paired(left, right)
+    return paired_t(left, right) if measure_of(measure).lower or len(pairs) < 5 else paired(left, right)
 
 
 def _pairs(one: Number, other: Number) -> list[tuple[float, float]]:
@@ -146,15 +162,16 @@ def interval(number: Number) -> tuple[float, float]:
 
 def in_order(numbers: Iterable[Numbers]) -> list[At]:
     """What was measured of any of them, by measure, then by length."""
-    names = list(MEASURES)
-    return sorted({at for one in numbers for at in one}, key=lambda at: (names.index(at.measure), at.length))
+    found = {at for one in numbers for at in one}
+    names = [*MEASURES, *sorted({at.measure for at in found} - MEASURES.keys())]
+    return sorted(found, key=lambda at: (names.index(at.measure), at.length))
 
 
 def shown_number(numbers: Numbers, at: At) -> str:
     """A number in a table; "" for none."""
     if at not in numbers:
         return ""
-    return f"{numbers[at].mean:.3f}" if MEASURES[at.measure].lower else f"{100 * numbers[at].mean:.1f}%"
+    return f"{numbers[at].mean:.3f}" if measure_of(at.measure).lower else f"{100 * numbers[at].mean:.1f}%"
 
 
 def shown_difference(found: Difference | None) -> str:

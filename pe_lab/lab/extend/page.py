@@ -11,7 +11,7 @@ import numpy as np
 from pe_lab.lab.extend.answer import Answer, answer_rows
 from pe_lab.lab.extend.arms import ExtensionArm
 from pe_lab.lab.extend.methods import METHODS
-from pe_lab.lab.extend.numbers import MEASURES, Numbers, interval
+from pe_lab.lab.extend.numbers import Numbers, in_order, interval, measure_of
 from pe_lab.lab.extend.screening import Screening, text_rows
 from pe_lab.page.charts import line_charts
 from pe_lab.page.markup import Markup, element, folded, note
@@ -104,8 +104,8 @@ def curves(
     named: Mapping[str, Numbers], training_length: int, caption: str, intervals: bool = True
 ) -> Iterator[LineCharts]:
     """A chart of each measure by length, perhaps with intervals over units."""
-    for name, measure in MEASURES.items():
-        lines = []
+    for name in dict.fromkeys(at.measure for at in in_order(named.values())):
+        measure, lines = measure_of(name), []
         for label, numbers in named.items():
             at = sorted((at for at in numbers if at.measure == name), key=lambda at: at.length)
             if len(at) < 2:
@@ -132,7 +132,7 @@ def curves(
 
 
 def _how_to_read(answer: Answer) -> Markup:
-    terms = " and ".join(MEASURES[at.measure].title for at in answer.terms)
+    terms = " and ".join(measure_of(at.measure).title for at in answer.terms)
     rows = [
         ("score", f"The sum of {terms}, at {answer.target:,} tokens; methods are ranked by it, in nats."),
         (

@@ -14,10 +14,10 @@ from pe_lab.evaluation.suites.passkeys import TOKENS_EACH
 from pe_lab.evaluation.variants import Subject
 from pe_lab.lab.extend.methods import METHODS, YARN, Chosen
 from pe_lab.lab.extend.numbers import (
-    MEASURES,
     At,
     Numbers,
     in_order,
+    measure_of,
     numbers_of,
     score,
     score_difference,
@@ -121,7 +121,7 @@ def text_rows(screening: Screening) -> tuple[list[str], list[list[str]]]:
     """The table of a screening as texts: a method a row, the best first, each with its difference from YaRN."""
     shown = [at for at in in_order(screening.numbers.values()) if at.length in (screening.trained, screening.target)]
     header = ["method", "β", "score", "against YaRN"]
-    header += [f"{MEASURES[at.measure].title} {at.length / screening.trained:g}x" for at in shown]
+    header += [f"{measure_of(at.measure).title} {at.length / screening.trained:g}x" for at in shown]
     rows = []
     for key in screening.ranked():
         numbers, scale = screening.numbers[key], screening.scales[key].get(screening.target)
