@@ -245,12 +245,16 @@ def suites_of(text: str | None, options: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _asked(args: argparse.Namespace, overrides: Mapping[str, str], options: Mapping[str, str]) -> dict[str, Any]:
-    """What decides the results, for `extend.json`."""
-    aside = ("workdir", "only", "dry_run", "retry", "jobs", "on", "export")
+    """What decides the results, for `extend.json`; other suites, and their options, may be asked for later."""
+    from pe_lab.evaluation.suite import options_of
+    from pe_lab.evaluation.suites import SUITES
+
+    aside = ("workdir", "only", "dry_run", "retry", "jobs", "on", "export", "suites")
+    scored = options_of([SUITES[name] for name in ("long_range", "needles", "passkeys", "beta")])
     return {
         **{name: value for name, value in vars(args).items() if name not in aside},
         "config": dict(overrides),
-        "evaluate": dict(options),
+        "evaluate": {name: value for name, value in options.items() if name.replace("-", "_") in scored},
     }
 
 
