@@ -49,8 +49,8 @@ checkpoint gives). Does it fit?
   python -m pe_lab.plan --config=configs/drope_smollm.py:model=135m --topology=h100:1
 
 Expected. Needles at 2x / 4x / 8x (Table 10): 74.92 / 55.0 / 52.2, against 48.25 / 25.62 / 12.18 for YaRN on
-SmolLM-360M as it is and 29.84 / 14.37 / 7.19 for RoPE-NTK, logits scaled by 1 + 0.103 ln s. LongRoPE2 has 44.20 / 26.20 /
-16.45 there; the paper does not give its tables. A search finds tables for each length:
+SmolLM-360M as it is and 29.84 / 14.37 / 7.19 for RoPE-NTK, logits scaled by 1 + 0.103 ln s. LongRoPE2 has 44.20 / 26.20
+/ 16.45 there; the paper does not give its tables. A search finds tables for each length:
   python -m pe_lab.surgery --from=runs/smollm_360m --to=runs/smollm_360m_4x --search --length=4x
   python -m pe_lab.evaluate --from=runs/smollm_360m_4x --lengths=4x --suite=niah:multi_query,multi_key,multi_value
 LongBench:

@@ -77,6 +77,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--iterations", type=bounded(int, 0, 2**16), metavar="N", help="generations after the first (40)"
     )
+    help = "tries on the best candidate a start of N unscaled tokens (LongRoPE's; no runtime has it)"
+    parser.add_argument("--starts", metavar="N,...", help=help)
     parser.add_argument("--search-seed", type=bounded(int, 0, 2**32 - 1), metavar="N", help="seed of --search (0)")
     parser.add_argument(
         "--objective",
@@ -169,7 +171,10 @@ def edited_layers(parent: Checkpoint, args: argparse.Namespace) -> tuple[Layer, 
 
 def _check_options(args: argparse.Namespace) -> None:
     """`ConfigError` for an option of another edit."""
-    of_drop, of_search = ("budget", "most", "by"), ("population", "iterations", "search_seed", "objective", "any_order")
+    of_drop, of_search = (
+        ("budget", "most", "by"),
+        ("population", "iterations", "search_seed", "objective", "any_order", "starts"),
+    )
     goes_with = dict.fromkeys(of_drop, "--drop=auto") | dict.fromkeys(of_search, "--search")
     goes_with |= dict.fromkeys(("sequences", "length"), "--drop=auto or --search")
     chosen = {"--drop=auto": args.drop == "auto", "--search": args.search}
@@ -177,6 +182,14 @@ def _check_options(args: argparse.Namespace) -> None:
     for name, edit in goes_with.items():
         if getattr(args, name) is not None and not chosen[edit]:
             raise ConfigError(f"--{name.replace('_', '-')} goes with {edit}.")
+
+
+def _starts(text: str | None) -> tuple[int, ...]:
+    """The numbers of `--starts`."""
+    try:
+        return tuple(map(int, text.split(","))) if text else ()
+    except ValueError:
+        raise ConfigError(f"--starts={text}: give numbers of tokens, such as 4,16,64.") from None
 
 
 def searched_layers(parent: Checkpoint, args: argparse.Namespace) -> tuple[Layer, ...]:
@@ -195,6 +208,7 @@ def searched_layers(parent: Checkpoint, args: argparse.Namespace) -> tuple[Layer
         raise ConfigError(f"A search needs held-out text, and '{parent.path}' names no data; give --text=SOURCE.")
     to = storage.path("--to", args.to)
     given = {"population": args.population, "iterations": args.iterations, "seed": args.search_seed}
+    given["starts"] = _starts(args.starts)
     search, _ = search_checkpoint(
         subject,
         data,

@@ -18,7 +18,7 @@ from pe_lab.evaluation.variants import Subject
 from pe_lab.lab.extend import objective
 from pe_lab.lab.extend.search import DivisorSearch, SearchSettings, SearchSpace, read_history
 from pe_lab.model import complete
-from pe_lab.positional import NTK, PI, Yarn, frequencies, layers
+from pe_lab.positional import NTK, PI, LongRopeStart, Yarn, frequencies, layers
 from pe_lab.positional.encodings import rope_spectrum
 
 sys.path.append(str(Path(__file__).parent / "evaluation"))
@@ -115,6 +115,27 @@ def test_a_search_that_was_stopped_ends_as_one_that_was_not(tmp_path, stop_after
     assert len(asked) + len(left) == len(whole.history)
     files = [(tmp_path / name / "search.jsonl").read_text() for name in ("whole", "stopped")]
     assert files[0] == files[1]
+
+
+def test_starts_are_tried_on_the_best_candidate(tmp_path):
+    """After the evolution, with its divisors and scale; the same settings without starts give the same history."""
+    divisors = planted(SPACE)[1]
+
+    def measure(population):
+        better = [3.0 if genes.start == 16 else 0.0 for genes in population]
+        return (np.array(divisors(population)) - better).tolist()
+
+    without = run(tmp_path / "without", measure=measure)
+    search = run(tmp_path / "starts", dataclasses.replace(SMALL, starts=(4, 16, 64)), measure=measure)
+    assert search.history[:-3] == without.history
+    tried = search.history[-3:]
+    assert [one.start for one in tried] == [4, 16, 64] and {one.divisors for one in tried} == {without.best.divisors}
+    assert search.best == tried[1] and search.best.origin == f"start of {without.best.origin}"
+    (layer,) = SPACE.layers(search.best.genes, layers("rope", 1))
+    assert layer.encoding == LongRopeStart(search.best.divisors, 16)
+    assert run(tmp_path / "starts", dataclasses.replace(SMALL, starts=(4, 16, 64))).history == search.history
+    with pytest.raises(UserError, match="give different numbers of 1 or more"):
+        SearchSettings(starts=(4, 0))
 
 
 def test_the_history_of_another_search_is_refused(tmp_path):

@@ -35,7 +35,10 @@ HEADER = (
     "sharded = whole", "all parameters learn", "bfloat16 gradients", "kernels that train it", "parameters", "cost",
 )  # fmt: skip
 KERNELS = ("splash", "cudnn", "tokamax", "pallas_tpu", "pallas_gpu", "pallas_hopper", "chunked", "dense", "reference")
-EXAMPLES = {"function": {"name": "pe_lab.positional:apply_p_rope", "settings": (("rope_percentage", 0.75),)}}
+EXAMPLES = {
+    "function": {"name": "pe_lab.positional:apply_p_rope", "settings": (("rope_percentage", 0.75),)},
+    "longrope_start": {"divisors": (2.0,)},
+}
 FURTHER = ("selective_rope:convolution=4",)  # which computes with earlier tokens
 MARKERS = "<!-- checked -->\n", "<!-- end of checked -->"
 

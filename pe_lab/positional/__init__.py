@@ -82,6 +82,7 @@ from pe_lab.positional.schemes import (
     LearnedPositions,
     LearnedSink,
     Llama4Temperature,
+    LongRopeStart,
     PoPE,
     SelectiveRope,
     Sinusoidal,

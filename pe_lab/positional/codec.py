@@ -25,7 +25,7 @@ def parse(text: str) -> Layer:
     NAME is an encoding (rope, partial_rope, nope, alibi, ...), or a scaling (pi, ntk, yarn, ...), which stands for
     RoPE with it: `yarn:factor=2,original_length=1024,base=1e6`. Other encodings name their scaling:
     `partial_rope:fraction=0.25,scaling=yarn,factor=2,original_length=1024`.
-    A table is its numbers joined by colons: `longrope:long_factor=1:1.2:4,...`. Options:
+    A table is its numbers joined by colons, `longrope:long_factor=1:1.2:4,...`; of one number, `2:`. Options:
 
       `/window=512`        a sliding window, in tokens
       `/logit_scale=1.2`   a factor on the logits
@@ -141,7 +141,7 @@ def _number(value: str, text: str, item: str) -> Any:
     if value.lower() in _WORDS:
         return _WORDS[value.lower()]
     try:
-        return [float(one) for one in value.split(":")] if ":" in value else float(value)
+        return [float(one) for one in value.removesuffix(":").split(":")] if ":" in value else float(value)
     except ValueError:
         raise ConfigError(f"'{text}': '{item}' is not key=number.") from None
 
@@ -206,8 +206,8 @@ def _text_of_kind(kind: Any) -> str:
 
 
 def _text_of_value(value: Any) -> str:
-    if isinstance(value, tuple | list) and len(value) > 1 and all(isinstance(one, int | float) for one in value):
-        return ":".join(repr(float(one)) for one in value)
+    if isinstance(value, tuple | list) and value and all(isinstance(one, int | float) for one in value):
+        return ":".join(repr(float(one)) for one in value) + (":" if len(value) == 1 else "")
     if not isinstance(value, str | bool | int | float):
         raise ConfigError(f"{value!r} has no text; describe the encoding as an object, in Python or as JSON.")
     return value if isinstance(value, str) else repr(value)
@@ -253,6 +253,8 @@ def _label(kind: Any) -> str:
 def _short(value: Any) -> str:
     if isinstance(value, tuple) and value and all(isinstance(one, tuple) and len(one) == 2 for one in value):
         return ", ".join(f"{name}={_short(one)}" for name, one in value)
+    if isinstance(value, tuple) and len(value) == 1:
+        return _short(value[0])
     if isinstance(value, tuple):
         return f"{_short(value[0])} .. {_short(value[-1])} [{len(value)}]" if value else "[]"
     if value is None or isinstance(value, str | bool):

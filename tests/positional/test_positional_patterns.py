@@ -340,6 +340,7 @@ def test_a_config_names_what_is_wrong_with_a_description():
         "rope:base=500000,fraction=0.75/window=512/beta=0.1@2048",
         "yarn:factor=4,original_length=1024,base=1e6,truncate=false",
         "partial_rope:fraction=0.5,scaling=pi,factor=3.1",
+        "longrope_start:divisors=2:,start=16",
         "longrope:short_factor=1:1:1:1,long_factor=1:1.25:2.7:4.0001,original_length=64,factor=4/logit_scale=1.017",
         "nope+rope/heads=0-1,3:nope+alibi/with=t5+rope/with=llama4_temperature:floor_scale=16/with=sink",
         "clipped_rope:original_length=64",

@@ -44,6 +44,7 @@ from pe_lab.positional import (
     LearnedPositions,
     LearnedSink,
     Llama4Temperature,
+    LongRopeStart,
     NoPE,
     PoPE,
     Rope,
@@ -201,6 +202,21 @@ def test_clipped_frequencies_of_the_authors_and_of_mlx():
     np.testing.assert_array_equal(scaled, frequencies(Rope(scaling=Yarn(4.0, 1024)), 64))
 
 
+def test_longrope_with_a_start_of_unscaled_tokens():
+    """The cosines and sines of LongRoPE's authors (make_longrope_start_golden.py), and the scores that they make."""
+    golden = json.loads((pathlib.Path(__file__).parent.parent / "data" / "longrope_start_golden.json").read_text())
+    cos, sin = np.array(golden["cos"]), np.array(golden["sin"])
+    later = math.hypot(cos[-1, 0], sin[-1, 0])
+    assert later > 1.2 and math.hypot(cos[golden["start"] - 1, 0], sin[golden["start"] - 1, 0]) == pytest.approx(1)
+    encoding = LongRopeStart(tuple(golden["divisors"]), golden["start"], golden["base"], later)
+    q, k = (jax.random.normal(jax.random.key(n), (1, 64, heads, 16)) for n, heads in enumerate((4, 2)))
+    encoded = encoding.encode({}, q, k, jnp.arange(64)[None], jnp.zeros((1, 64, 8)))
+    for ours, given in zip(encoded, (q, k), strict=True):
+        a, b = np.split(np.asarray(given, np.float64), 2, axis=-1)
+        rotated = np.concatenate([a * cos[:, None] - b * sin[:, None], b * cos[:, None] + a * sin[:, None]], -1)
+        np.testing.assert_allclose(ours, rotated, rtol=2e-5, atol=2e-5)
+
+
 def test_pope_at_any_positions():
     arrays, positions = golden("pope"), jnp.asarray(GOLDEN["positions"])
     params = {"delta": arrays["bias"]}
@@ -305,6 +321,7 @@ SCHEMES = [
     SSMax(),
     Llama4Temperature(floor_scale=4),
     ClippedRope(16),
+    LongRopeStart((2.0,)),
     XPos(),
     FoPE(16, trained=True),
     PoPE(),
@@ -456,10 +473,11 @@ def test_what_starts_unchanged_changes_nothing(encoding, same_as):
 
 
 def as_text(encoding):
-    """The text of an encoding whose fields are numbers and words."""
+    """The text of an encoding whose fields are numbers, words and tables."""
     values = {f.name: getattr(encoding, f.name) for f in dataclasses.fields(encoding)}
     settings = dict(values.pop("settings", ()))
     given = {name: value for name, value in (values | settings).items() if value not in (None, "")}
+    given |= {name: "".join(f"{one}:" for one in value) for name, value in given.items() if isinstance(value, tuple)}
     name = next(name for name, kind in ENCODINGS.items() if kind is type(encoding))
     return f"{name}:{','.join(f'{key}={value}' for key, value in given.items())}".rstrip(":")
 

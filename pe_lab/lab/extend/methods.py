@@ -14,7 +14,7 @@ from pe_lab.evaluation.progress import TokenProgress
 from pe_lab.evaluation.scoring.forward import Forward
 from pe_lab.evaluation.variants import Subject, can_scale
 from pe_lab.lab.extend.objective import make_objective
-from pe_lab.lab.extend.search import with_scaling
+from pe_lab.lab.extend.search import with_rotation
 from pe_lab.model import complete
 from pe_lab.positional import (
     NTK,
@@ -76,7 +76,7 @@ class Extension:
         """The layers with a scaling; `Impossible` where none can be rescaled."""
         if not any(can_scale(layer, self.trained) for layer in self.layers):
             raise Impossible("no layer rotates without a scaling and sees more than the training length")
-        return with_scaling(self.layers, scaling, self.trained)
+        return with_rotation(self.layers, lambda one: dataclasses.replace(one, scaling=scaling), self.trained)
 
     def each_rope(self, change: Callable[[Rope], Any]) -> tuple[Layer, ...]:
         """The layers with other encodings in the place of RoPE; `Impossible` where none has it unscaled."""

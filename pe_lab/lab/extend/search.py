@@ -3,7 +3,8 @@
 A candidate is a divisor for each pair, and a logit scale. The first generation has PI, NTK, YaRN and LongRoPE2's form
 at the theoretical critical pair, and mutations of them. Each further one keeps the better half of a population as
 parents, and has as many children, half of them by mutation and half by crossover. The papers have a fixed factor in the
-place of the logit scale; a scale that does not fit hides which divisors are better.
+place of the logit scale; a scale that does not fit hides which divisors are better. LongRoPE's start of unscaled tokens
+is tried on the best candidate, after the evolution, as its authors' `try_start_token` does within it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pe_lab.evaluation.variants import Subject, can_scale
 from pe_lab.lab.extend.objective import Objective, make_objective
 from pe_lab.model import complete
 from pe_lab.page.figure_files import render
-from pe_lab.positional import NTK, PI, Beta, Layer, LongRope, PartialRope, Yarn, label
+from pe_lab.positional import NTK, PI, Beta, Encoding, Layer, LongRope, LongRopeStart, PartialRope, Yarn, label
 from pe_lab.positional.encodings import rope_spectrum
 from pe_lab.positional.scalings import Scaling
 from pe_lab.results.figures import Line, LineCharts
@@ -43,15 +44,17 @@ Divisors = Float[np.ndarray, " R"]
 
 
 class Genes(NamedTuple):
-    """What is searched: the divisors of the pairs, and the factor on the attention logits."""
+    """What is searched: the divisors of the pairs, the factor on the attention logits, and how many tokens at the start
+    are not scaled."""
 
     divisors: Divisors
     scale: float = 1.0
+    start: int = 0
 
     @property
     def key(self) -> tuple[float, ...]:
         """Equal for equal genes."""
-        return (*self.divisors.tolist(), self.scale)
+        return (*self.divisors.tolist(), self.scale, self.start)
 
 
 Measure = Callable[[Sequence[Genes]], Sequence[float]]  # candidates -> losses, nats
@@ -119,12 +122,15 @@ class SearchSpace:
         return found
 
     def layers(self, genes: Genes, before: Sequence[Layer]) -> tuple[Layer, ...]:
-        """The layers with these genes beyond the training length, and unchanged up to it."""
-        ones = (1.0,) * len(genes.divisors)
+        """The layers with these genes beyond the training length, and unchanged up to it; with a start, divisors divide
+        at every length."""
+        ones, divisors = (1.0,) * len(genes.divisors), tuple(genes.divisors.tolist())
         length, factor = self.training_length, self.factor
-        table = LongRope(ones, tuple(genes.divisors.tolist()), length, factor, attention_factor=1.0)
         law = Beta((genes.scale - 1) / math.log(factor), length) if genes.scale != 1 else 1.0
-        return with_scaling(before, table, length, law)
+        if genes.start:
+            return with_rotation(before, lambda _: LongRopeStart(divisors, genes.start, self.base), length, law)
+        table = LongRope(ones, divisors, length, factor, attention_factor=1.0)
+        return with_rotation(before, lambda one: dataclasses.replace(one, scaling=table), length, law)
 
 
 @dataclass(frozen=True)
@@ -136,11 +142,13 @@ class SearchSettings:
         further one.
       iterations: further generations.
       seed: of all that is drawn; equal seeds give equal searches.
+      starts: of unscaled tokens, tried on the best candidate after all generations. No runtime has them.
     """
 
     population: int = 64
     iterations: int = 40
     seed: int = 0
+    starts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.population < 8 or self.iterations < 0:
@@ -148,11 +156,13 @@ class SearchSettings:
                 f"A search with a population of {self.population} and {self.iterations} iterations: give at least 8 "
                 "candidates and 0 iterations."
             )
+        if any(start < 1 for start in self.starts) or len(set(self.starts)) < len(self.starts):
+            raise ConfigError(f"A search with starts of {self.starts} tokens: give different numbers of 1 or more.")
 
     @property
     def measurements(self) -> int:
         """Candidates that are measured in all."""
-        return self.population + self.iterations * (self.population // 2)
+        return self.population + self.iterations * (self.population // 2) + len(self.starts)
 
 
 @dataclass(frozen=True)
@@ -166,6 +176,7 @@ class Candidate:
 
     divisors: tuple[float, ...]
     scale: float
+    start: int
     loss: float
     generation: int
     origin: str
@@ -173,7 +184,7 @@ class Candidate:
     @property
     def genes(self) -> Genes:
         """As the search has them."""
-        return Genes(np.array(self.divisors), self.scale)
+        return Genes(np.array(self.divisors), self.scale, self.start)
 
 
 @dataclass
@@ -210,21 +221,22 @@ class DivisorSearch:
         header = finite({"space": self._space_json(), "settings": dataclasses.asdict(self.settings), **about}, None)
         self.history = read_history(file, header)
         known = len(self.history)
-        for generation in range(self.settings.iterations + 1):
+        generations = self.settings.iterations + bool(self.settings.starts)
+        for generation in range(generations + 1):
             wanted = list(self._children(generation))
             start = sum(one.generation < generation for one in self.history)
             for first in range(len(self.history) - start, len(wanted), at_once):
                 part = wanted[first : first + at_once]
                 losses = measure([genes for genes, _ in part])
                 self.history += [
-                    Candidate(tuple(genes.divisors.tolist()), genes.scale, float(loss), generation, origin)
+                    Candidate(tuple(genes.divisors.tolist()), genes.scale, genes.start, float(loss), generation, origin)
                     for (genes, origin), loss in zip(part, losses, strict=True)
                 ]
                 write_history(file, header, self.history)
             if len(self.history) > known:
                 best = self.best
                 show(
-                    f"generation {generation} of {self.settings.iterations}: best loss {best.loss:.4f} "
+                    f"generation {generation} of {generations}: best loss {best.loss:.4f} "
                     f"({best.origin}, generation {best.generation}), {len(self.history):,} candidates"
                 )
         return self.best
@@ -259,6 +271,11 @@ class DivisorSearch:
                 name, parent = known[n % len(known)]
                 if (genes := new(lambda parent=parent: self._mutated(parent, rng))) is not None:
                     yield genes, f"mutation of {name}"
+            return
+        if generation > self.settings.iterations:
+            best = self.best
+            for start in self.settings.starts:
+                yield best.genes._replace(start=start), f"start of {best.origin}"
             return
         size = self.settings.population // 2
         places = sorted(range(len(before)), key=lambda place: before[place].loss)[:size]
@@ -337,7 +354,9 @@ def read_history(file: storage.AnyPath, header: dict[str, Any]) -> list[Candidat
         return [
             Candidate(
                 tuple(map(float, one["divisors"])),
-                *(float(one[name]) for name in ("scale", "loss")),
+                float(one["scale"]),
+                int(one["start"]),
+                float(one["loss"]),
                 int(one["generation"]),
                 str(one["origin"]),
             )
@@ -352,7 +371,8 @@ def figure(search: DivisorSearch) -> LineCharts:
     pairs = np.arange(len(search.space.inv_freq), dtype=np.float64)
     best = search.best
     lines = [Line(name, pairs, genes.divisors) for name, genes in search.space.known().items()]
-    lines.append(Line(f"found, logit scale {best.scale:g}", pairs, np.array(best.divisors)))
+    found = f"found, logit scale {best.scale:g}" + (f", from token {best.start:,}" if best.start else "")
+    lines.append(Line(found, pairs, np.array(best.divisors)))
     return LineCharts(
         "search",
         "Divisors that the search found",
@@ -391,16 +411,17 @@ def search_space(subject: Subject, length: int, monotone: bool = True) -> Search
     return SearchSpace(rope_spectrum(encoding.base, dim), encoding.base, dim, trained, length / trained, monotone)
 
 
-def with_scaling(
-    layers: Sequence[Layer], scaling: Scaling, training_length: int, logit_scale: float | Beta = 1.0
+def with_rotation(
+    layers: Sequence[Layer],
+    rotation: Callable[[Encoding], Encoding],
+    training_length: int,
+    logit_scale: float | Beta = 1.0,
 ) -> tuple[Layer, ...]:
-    """The layers with a scaling, and a logit scale other than 1, where they can be rescaled."""
+    """The layers with a rotation made of theirs, and a logit scale other than 1, where they can be rescaled."""
 
     def scaled(layer: Layer) -> Layer:
-        encoding = dataclasses.replace(layer.encoding, scaling=scaling)
-        return dataclasses.replace(
-            layer, encoding=encoding, **({} if logit_scale == 1.0 else {"logit_scale": logit_scale})
-        )
+        given = {} if logit_scale == 1.0 else {"logit_scale": logit_scale}
+        return dataclasses.replace(layer, encoding=rotation(layer.encoding), **given)
 
     return tuple(scaled(layer) if can_scale(layer, training_length) else layer for layer in layers)
 
@@ -424,9 +445,14 @@ def search_checkpoint(
       sequences: of each part of the objective.
 
     Raises:
-      UserError: see `search_space`, `make_objective` and `DivisorSearch.run`.
+      UserError: see `search_space`, `make_objective` and `DivisorSearch.run`; or a start, where some channels do not
+        rotate.
     """
     space = search_space(subject, length, monotone)
+    if settings.starts and space.dim < complete(subject.checkpoint.model).head_dim:
+        raise ConfigError(
+            f"{subject.path} rotates {space.dim} channels of a head; a start is for those that rotate all."
+        )
     forward = Forward(complete(subject.checkpoint.model), tensor=tensor_shards(subject.lm.mesh))
     params = forward.place(subject.checkpoint.params)
     show(f"search at {length:,} tokens: {settings.measurements:,} candidates at most")
@@ -434,8 +460,15 @@ def search_checkpoint(
     show(f"objective: {measured.describe()}")
 
     def losses(population: Sequence[Genes]) -> list[float]:
-        layers = [space.layers(genes, subject.lm.layers) for genes in population]
-        return [float(one) for one in measured.losses(forward, params, layers).sum(1)]
+        # A start is in the compiled function, with its divisors; without one they are an argument.
+        together = [genes for genes in population if not genes.start]
+        apart = [[genes] for genes in population if genes.start]
+        found = {}
+        for part in [together, *apart]:
+            layers = [space.layers(genes, subject.lm.layers) for genes in part]
+            sums = measured.losses(forward, params, layers).sum(1)
+            found |= {genes.key: float(one) for genes, one in zip(part, sums, strict=True)}
+        return [found[genes.key] for genes in population]
 
     search = DivisorSearch(space, settings)
     about = {

@@ -13,5 +13,14 @@ from pe_lab.positional.schemes.biases import (
     LearnedAlibi,
     T5Bias,
 )
-from pe_lab.positional.schemes.rotations import ClippedRope, ContentRotation, FoPE, GatedRope, PoPE, SelectiveRope, XPos
+from pe_lab.positional.schemes.rotations import (
+    ClippedRope,
+    ContentRotation,
+    FoPE,
+    GatedRope,
+    LongRopeStart,
+    PoPE,
+    SelectiveRope,
+    XPos,
+)
 from pe_lab.positional.schemes.softmax import XSA, GatedOutput, GatedXSA, LearnedSink, Llama4Temperature, SSMax

@@ -29,7 +29,7 @@ from pe_lab.positional.hooks import (
 )
 from pe_lab.positional.registry import register
 from pe_lab.positional.rotation import angles, fixed_point_frequencies, rotate
-from pe_lab.positional.scalings import Limits, Scaling
+from pe_lab.positional.scalings import Limits, Scaling, require
 
 
 @register("clipped_rope")
@@ -73,6 +73,53 @@ class ClippedRope(Rotary):
         taper = 0.5 * (1 + np.cos(np.linspace(0, math.pi, clipped)))
         inv_freq[R - clipped :] *= 0.0 if self.hard else taper
         return inv_freq, gain
+
+
+@register("longrope_start")
+@dataclass(frozen=True)
+class LongRopeStart(Encoding):
+    """LongRoPE's rotation with a start of unscaled tokens (arXiv 2402.13753, eq. 3 and 4).
+
+    The first `start` tokens are rotated by RoPE's frequencies, later ones by these over `divisors`, at every length. A
+    score between a token of the start and a later one depends on more than their distance. `LongRope` has no start, and
+    divides beyond the training length alone; runtimes have that one.
+
+    Attributes:
+      divisors: 1 or more; one for each pair, or one for all.
+      start: n-hat of the paper.
+      attention_factor: on cos and sin of later tokens.
+    """
+
+    display_name = "LongRoPE with a start"
+
+    divisors: tuple[float, ...]
+    start: int = 4
+    base: float = 10000.0
+    attention_factor: float = 1.0
+
+    limits: ClassVar[Limits] = {"start": (lambda x: 0 <= x < 2**31 and x == int(x), "give a number of tokens.")}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "divisors", tuple(self.divisors))  # JSON gives a list, which does not hash
+        bad = [x for x in self.divisors if not 1 <= x <= 1e31]
+        require(not bad, f"LongRopeStart.divisors holds {bad[:1]}; every number must lie in [1, 1e31].")
+        require(len(self.divisors) > 0, "LongRopeStart.divisors is empty; give one for each pair, or one for all.")
+
+    def encode(self, params: Params, q: Queries, k: Keys, positions: Positions, x: Hidden) -> tuple[Queries, Keys]:
+        spectrum = rope_spectrum(self.base, q.shape[-1])
+        divisors = np.array(self.divisors)
+        require(
+            len(divisors) in (1, len(spectrum)),
+            f"LongRopeStart.divisors has {len(divisors)} numbers; {q.shape[-1]} channels need {len(spectrum)}, or 1.",
+        )
+        first, later = (
+            angles(jnp.asarray(fixed_point_frequencies(one)), positions) for one in (spectrum, spectrum / divisors)
+        )
+        at_start = (positions < self.start)[..., None]
+        angle, gain = jnp.where(at_start, first, later), jnp.where(at_start, 1.0, self.attention_factor)
+        cos, sin = (gain * jnp.cos(angle))[:, :, None], (gain * jnp.sin(angle))[:, :, None]
+        return rotate(q, cos, sin), rotate(k, cos, sin)
 
 
 @register("xpos")
