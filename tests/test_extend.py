@@ -140,7 +140,7 @@ def test_a_method_that_is_better_is_named_with_its_lead_and_its_price():
     assert told.startswith("Take YaRN: at 64 tokens (4x), after ")
     lead = answer.against_best["unchanged"]
     interval = f"({lead.low:.3f} to {lead.high:.3f})"
-    assert f"its loss is {lead.mean:.3f} nats lower than that of no change of the encoding {interval}" in told
+    assert f", it leads no change of the encoding by {lead.mean:.3f} nats {interval}; at 16 tokens it costs" in told
     assert "; at 16 tokens it costs 0.098 nats (0.0" in told
     assert answer.correlation == 1.0
     best = answer.trained[0].numbers[At("far", 64)].units
@@ -152,7 +152,9 @@ def test_of_methods_that_are_not_distinguishable_the_cheapest_is_taken():
     answer, _ = answer_of(unchanged=(5.0, 2.0), yarn=(2.5, 2.3), searched=(2.503, 2.05))
     assert answer.tied == ["yarn", "searched"] and answer.chosen == "searched"
     assert answer.sentence().startswith("YaRN and searched cannot be distinguished at 64 tokens (4x)")
-    assert "of these, searched costs least in short contexts; at 16 tokens it costs 0.05" in answer.sentence()
+    lead = answer.against_best["unchanged"].mean
+    assert f", and YaRN leads no change of the encoding by {lead:.3f} nats (" in answer.sentence()
+    assert "; take searched, which costs least in short contexts; at 16 tokens it costs 0.05" in answer.sentence()
     nothing, _ = answer_of(unchanged=(2.501, 1.9), yarn=(2.5, 2.3))
     assert nothing.sentence().startswith("No method is distinguishable at 64 tokens (4x)")
     assert nothing.chosen == "unchanged" and "it gains 0.099" in nothing.sentence()
@@ -174,6 +176,7 @@ def test_tables_page_and_json_have_every_arm():
     assert {len(row) for row in rows} == {len(header)}
     page = html_page(answer, screening, "runs/<tiny>", ["python -m pe_lab.train --config=x"])
     assert f"<h1>{answer.sentence()}</h1>" in page and "runs/&lt;tiny&gt;" in page and "<tiny>" not in page
+    assert "Not measured: RULER" in page
     assert page.count("<svg") >= 4 and "http" not in page.replace("http://www.w3.org", "")
     text = markdown(answer, screening)
     assert text.startswith(answer.sentence()) and text.count("| YaRN") == 2

@@ -14,7 +14,7 @@ from pe_lab.errors import UserError
 from pe_lab.evaluation.scoring.forward import Forward
 from pe_lab.evaluation.variants import Subject
 from pe_lab.lab.extend.methods import METHODS, Extension, choose, layer_costs, parse_methods
-from pe_lab.lab.extend.numbers import At, Number, numbers_of, over_seeds, score, score_difference, score_terms
+from pe_lab.lab.extend.numbers import At, Number, columns, numbers_of, over_seeds, score, score_difference, score_terms
 from pe_lab.lab.extend.screening import screen, text_rows
 from pe_lab.model import complete
 from pe_lab.positional import NTK, PI, Layer, NoPE, PartialRope, Rope, Yarn, layers, text_of
@@ -112,6 +112,16 @@ def test_the_score_is_of_far_tokens_or_where_there_are_few_of_all():
     assert found.mean == pytest.approx(-2) and found.p == 0  # a document without far tokens makes no pair
 
 
+def test_the_loss_by_position_is_that_of_the_longest_sequences():
+    common = {"suite": "long_range", "nll": 3.0, "all_nll": 2.0, "tokens": 99}
+    short = {**common, "length": 64, "position_edges": [0, 16, 64], "nll_by_position": [9.0, 3.0]}
+    long = {**common, "length": 128, "position_edges": [0, 16, 64, 128], "nll_by_position": [9.0, 3.1, 2.5]}
+    found = numbers_of([short, long])
+    positions = {at.length: one.mean for at, one in found.items() if at.measure == "position"}
+    assert positions == {64: 3.1, 128: 2.5}  # earlier tokens have no context
+    assert {at.measure for at in columns([found], (64, 128))} == {"far", "text"}
+
+
 def test_seeds_are_the_units_of_several_runs():
     runs = [{At("far", 64): Number(mean, (mean,) * 5)} for mean in (1.0, 2.0, 4.5)]
     assert over_seeds(runs)[At("far", 64)] == Number(2.5, (1.0, 2.0, 4.5))
@@ -152,9 +162,10 @@ def test_a_screening_has_every_method_and_is_not_measured_twice(data, tmp_path):
     measure = functools.partial(screen, given.subject, data, chosen, (16, 32), tmp_path, options)
     found = measure()
     assert set(found.numbers) == {"unchanged", "pi", "yarn", "drope"}
-    assert {at for numbers in found.numbers.values() for at in numbers} == {
+    of_position = {At("position", 32)}  # one bin: tokens 16 to 31
+    assert {at for numbers in found.numbers.values() for at in numbers if at.measure != "far"} == of_position | {
         At(name, length) for name in ("text", "found", "answers") for length in (16, 32)
-    } | {at for at in found.numbers["pi"] if at.measure == "far"}
+    }
     assert found.ranked() == sorted(found.numbers, key=found.score)
     assert {key: set(scales) for key, scales in found.scales.items()} == dict.fromkeys(found.numbers, {16, 32})
     assert all(scales[16] == 1 for scales in found.scales.values())

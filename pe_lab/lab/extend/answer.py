@@ -12,8 +12,8 @@ from pe_lab.lab.extend.methods import METHODS
 from pe_lab.lab.extend.numbers import (
     At,
     Numbers,
+    columns,
     difference,
-    in_order,
     measure_of,
     numbers_json,
     score,
@@ -92,7 +92,7 @@ class Answer:
         factor = f"{self.target / self.training_length:g}x"
         tied, arm = self.tied, next(one.arm for one in self.trained if one.arm.key == self.chosen)
         name = _name(self.chosen)
-        spent = f"{count(arm.tokens)} tokens of training"
+        spent = f"{arm.flops:.1e} FLOPs each" if len(tied) > 1 else f"{count(arm.tokens)} tokens of training"
         if len(tied) == len(self.trained) > 1:
             first = (
                 f"No method is distinguishable at {self.target:,} tokens ({factor}) after {spent}; of all, {name} "
@@ -101,16 +101,20 @@ class Answer:
         elif len(tied) > 1:
             first = (
                 f"{listing([_name(key) for key in tied])} cannot be distinguished at {self.target:,} tokens ({factor}) "
-                f"after {spent}; of these, {name} costs least in short contexts"
+                f"after {spent}{self._lead(f', and {_name(tied[0])} leads')}; take {name}, which costs least in short "
+                "contexts"
             )
         else:
-            first = f"Take {name}: at {self.target:,} tokens ({factor}), after {spent}"
-            rest = [key for key in self.against_best if key != self.chosen]
-            if rest:
-                second = min(rest, key=lambda key: self.against_best[key].mean)
-                found = self.against_best[second]
-                first += f", its loss is {found.mean:.3f} nats lower than that of {_name(second)}{_interval(found)}"
+            first = f"Take {name}: at {self.target:,} tokens ({factor}), after {spent}{self._lead(', it leads')}"
         return f"{first}{self._price()}."
+
+    def _lead(self, words: str) -> str:
+        """By how much the best arm leads the first one that can be distinguished from it; "" without such."""
+        behind = {key: found for key, found in self.against_best.items() if key not in self.tied}
+        if not behind:
+            return ""
+        key, found = min(behind.items(), key=lambda item: item[1].mean)
+        return f"{words} {_name(key)} by {found.mean:.3f} nats{_interval(found)}"
 
     def _price(self) -> str:
         """The end of the sentence: the price at the training length."""
@@ -179,11 +183,8 @@ def rank_correlation(one: Sequence[str], other: Sequence[str]) -> float:
 
 def answer_rows(answer: Answer) -> tuple[list[str], list[list[str]]]:
     """The table of the answer as texts: an arm a row, the best first, and the checkpoint as it was last."""
-    shown = [
-        at
-        for at in in_order(one.numbers for one in answer.trained)
-        if at.length in (answer.training_length, answer.target, 2 * answer.target)
-    ]
+    lengths = (answer.training_length, answer.target, 2 * answer.target)
+    shown = columns((one.numbers for one in answer.trained), lengths)
     header = ["trained", "tokens", "FLOPs", "against the best", f"price at {answer.training_length:,}"]
     header += [f"{measure_of(at.measure).title} {at.length / answer.training_length:g}x" for at in shown]
     rows = []

@@ -466,5 +466,7 @@ def write_answer(plan: ExtensionPlan, answer: Answer, screening: Screening) -> A
     storage.write_files({path: text.encode() for path, text in files.items()})
     print(answer.sentence(), flush=True)
     print(table(*answer_rows(answer)), flush=True)
+    if not math.isnan(answer.correlation):
+        print(f"rank correlation of the screening with the trained arms: {answer.correlation:.2f}")
     print(f"{plan.directory / PAGE}; open it in a browser.", flush=True)
     return plan.directory / PAGE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from pe_lab.results.records import Record
 from pe_lab.results.statistics import Difference, paired, paired_sum, paired_t, student
 
 FEWEST = 16  # tokens that need a far context, in all documents: fewer say nothing
+FIRST_POSITION = 16  # of the loss by position: the loss of earlier tokens is that of no context
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ MEASURES = {
     "text": Measure(("long_range",), "loss on text", "nats", "all_nll", "all_nll_by_document"),
     "found": Measure(NEEDLES, "needles found", "", "accuracy", "accuracy_by_window"),
     "answers": Measure(NEEDLES, "loss of the needles", "nats", "answer_nll", "answer_nll_by_window"),
+    "position": Measure(("long_range",), "loss by position", "nats", "nll_by_position", ""),
 }
 
 
@@ -53,7 +56,7 @@ def measure_of(name: str) -> Measure:
 
 
 class At(NamedTuple):
-    """Which number: a measure at a length."""
+    """Which number: a measure at a length; of the loss by position, at the end of a bin."""
 
     measure: str
     length: int
@@ -76,10 +79,21 @@ Numbers = Mapping[At, Number]
 
 
 def numbers_of(records: Sequence[Record]) -> dict[At, Number]:
-    """The numbers of one method from its records; of several sources the first counts."""
+    """The numbers of one method from its records; of several sources the first counts.
+
+    The loss by position is that of the longest sequences.
+    """
     found: dict[At, Number] = {}
+    longest = max((int(record["length"]) for record in records if "position_edges" in record), default=0)
     for record in records:
+        if "position_edges" in record and record["length"] == longest:
+            edges, losses = record["position_edges"], record["nll_by_position"]
+            for (first, end), loss in zip(itertools.pairwise(edges), losses, strict=True):
+                if first >= FIRST_POSITION:
+                    found.setdefault(At("position", int(end)), Number(float(loss), ()))
         for name, measure in MEASURES.items():
+            if name == "position":
+                continue
             few = name == "far" and record["tokens"] < FEWEST if record.get("suite") == "long_range" else False
             if record.get("suite") in measure.suites and record.get(measure.key) is not None and not few:
                 units = tuple(record.get(measure.by_unit) or ())
@@ -165,6 +179,11 @@ def in_order(numbers: Iterable[Numbers]) -> list[At]:
     found = {at for one in numbers for at in one}
     names = [*MEASURES, *sorted({at.measure for at in found} - MEASURES.keys())]
     return sorted(found, key=lambda at: (names.index(at.measure), at.length))
+
+
+def columns(numbers: Iterable[Numbers], lengths: Sequence[int]) -> list[At]:
+    """What a table shows of the numbers: those at these lengths, without the loss by position."""
+    return [at for at in in_order(numbers) if at.length in lengths and at.measure != "position"]
 
 
 def shown_number(numbers: Numbers, at: At) -> str:

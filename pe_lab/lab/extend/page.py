@@ -11,7 +11,7 @@ import numpy as np
 from pe_lab.lab.extend.answer import Answer, answer_rows
 from pe_lab.lab.extend.arms import ExtensionArm
 from pe_lab.lab.extend.methods import METHODS
-from pe_lab.lab.extend.numbers import Numbers, in_order, interval, measure_of
+from pe_lab.lab.extend.numbers import MEASURES, Numbers, in_order, interval, measure_of
 from pe_lab.lab.extend.screening import Screening, text_rows
 from pe_lab.page.charts import line_charts
 from pe_lab.page.markup import Markup, element, folded, note
@@ -76,10 +76,13 @@ def _trained(answer: Answer) -> Markup:
     charts = curves(
         {one.arm.chosen.name: one.numbers for one in answer.trained} | before, answer.training_length, caption
     )
+    measured = {at.measure for one in answer.trained for at in one.numbers}
+    missing = "Not measured: RULER and realistic tasks. --suites=ruler,lm_eval:TASK,... adds them, in hours."
     return element(
         "section",
         element("h2", "After training, at equal FLOPs"),
         plain_table("Arms", header, rows, words=header[:1]),
+        *([] if measured - MEASURES.keys() else [note(missing)]),
         element("div", [line_charts(chart) for chart in charts], class_="grid", style="margin-top:18px"),
     )
 
@@ -121,7 +124,7 @@ def curves(
                 measure.title,
                 caption,
                 (("", tuple(lines)),),
-                x_label="tokens of the sequence",
+                x_label="position" if name == "position" else "tokens of the sequence",
                 y_label=measure.unit or "share",
                 log_x=True,
                 marks=((float(training_length), "training length"),),
@@ -140,7 +143,7 @@ def _how_to_read(answer: Answer) -> Markup:
             "On tokens of long held-out documents whose loss falls by more than 2 nats, to less than 2, when the "
             "checkpoint as it was reads its training length before them, and not a quarter of that (LongPPL's).",
         ),
-        ("loss on text", "On all tokens of these documents."),
+        ("loss on text", "On all tokens of these documents; by position, of the longest sequences that were measured."),
         ("price", "The loss on text at the training length, less that of the checkpoint as it was."),
         (
             "FLOPs",

@@ -16,7 +16,7 @@ from pe_lab.lab.extend.methods import METHODS, YARN, Chosen
 from pe_lab.lab.extend.numbers import (
     At,
     Numbers,
-    in_order,
+    columns,
     measure_of,
     numbers_of,
     score,
@@ -119,7 +119,7 @@ def collect(chosen: Sequence[Chosen], records: Sequence[Record], target: int, tr
 
 def text_rows(screening: Screening) -> tuple[list[str], list[list[str]]]:
     """The table of a screening as texts: a method a row, the best first, each with its difference from YaRN."""
-    shown = [at for at in in_order(screening.numbers.values()) if at.length in (screening.trained, screening.target)]
+    shown = columns(screening.numbers.values(), (screening.trained, screening.target))
     header = ["method", "β", "score", "against YaRN"]
     header += [f"{measure_of(at.measure).title} {at.length / screening.trained:g}x" for at in shown]
     rows = []
