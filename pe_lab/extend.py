@@ -26,7 +26,7 @@ if __name__ == "__main__":
     refuse_misspelt_keys()
 
 from pe_lab import storage
-from pe_lab.errors import ConfigError, UnsupportedError
+from pe_lab.errors import ConfigError, UnsupportedError, UserError
 from pe_lab.lab.extend.budget import amount
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
         "Any key of the runs can be set (--config.mesh.context=8), and any option of suites (--evaluate.documents=32)",
     )
     add = made.add_argument
-    share, rate = bounded(float, 0.0, 1.0), bounded(float, 0.0, 1e3)
+    share, rate = bounded(float, 0.0, 1.0), bounded(float, 1e-12, 1e3)
     add("--from", dest="source", help="a run, a phase, a checkpoint, hf:DIR or gguf:FILE")
     add("--length", default="4x", help="the target, such as 4x, 32k or 131072 (default: 4x)")
     add(
@@ -104,7 +104,7 @@ def parser() -> argparse.ArgumentParser:
 
 @works_on
 def main(argv: Sequence[str]) -> int:
-    from pe_lab.lab.sweeps.runners import split_passed_on
+    from pe_lab.lab.sweeps.runners import make_runner, split_passed_on
     from pe_lab.recipes import split_overrides
 
     rest, overrides = split_overrides(argv)
@@ -118,20 +118,26 @@ def main(argv: Sequence[str]) -> int:
         # Other parts need the devices, in processes of their own.
         jax.config.update("jax_platforms", "cpu")
     from pe_lab.lab.extend import extension
-    from pe_lab.lab.extend.best import parse_forms
     from pe_lab.lab.extend.methods import parse_methods
 
     subject = extension.described(args.source)
     plan = make_plan(args, subject, overrides, passed_on["evaluate."])
     extension.check(plan, subject)
     out = console()
-    if forms := parse_forms(args.export):
-        named = [key for given in (args.methods, args.arms) if given for key in parse_methods(given)]
-        plan = without_unexportable(plan, subject, forms, named, out)
+    named = [key for given in (args.methods, args.arms) if given for key in parse_methods(given)]
+    plan = without_search(plan, subject, named, out)
+    plan = without_unexportable(plan, subject, named, out)
+    asked = _asked(args, passed_on["evaluate."])
+    extension.check_plan(plan.directory, asked)
+    if plan.training is not None:
+        extension.check_training(plan, subject)
+        make_runner(args.on, args.jobs, passed_on)
+    elif args.only not in (None, "screen"):
+        raise ConfigError(f"--no-training trains nothing, so that --only={args.only} has nothing to do.")
     if args.dry_run:
         _print_plan(plan, subject, out)
         return 0
-    extension.check_plan(plan.directory, _asked(args, overrides, passed_on["evaluate."]))
+    extension.write_plan(plan.directory, asked, _budget(args, plan))
     line = shlex.join(["python", "-m", "pe_lab.extend", *argv])
     for part in (args.only,) if args.only else PARTS:
         if part in ("screen", "evaluate") and args.only is None:
@@ -149,6 +155,9 @@ def _stoppable(command: Sequence[str]) -> int:
     """Runs a part that needs the devices in a process of its own, so that they are free for the runs afterwards.
 
     A request to stop is passed on; what was measured is kept, and the status is that of a stopped run.
+
+    Raises:
+      UserError: something else has killed it.
     """
     process = subprocess.Popen(command)
     requests: list[int] = []
@@ -163,7 +172,12 @@ def _stoppable(command: Sequence[str]) -> int:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    return os.EX_TEMPFAIL if requests or status < 0 else status
+    if status < 0 and not requests:
+        raise UserError(
+            f"'{shlex.join(command[1:3])}' was killed by signal {-status} (9: often for memory). What it measured is "
+            "kept; run the command again to continue."
+        )
+    return os.EX_TEMPFAIL if requests else status
 
 
 def make_plan(
@@ -173,8 +187,9 @@ def make_plan(
     from pe_lab.evaluation.command_line import parse_length
     from pe_lab.evaluation.suites import check_options
     from pe_lab.lab.extend.arms import TrainingSettings, flops_per_token
+    from pe_lab.lab.extend.best import parse_forms
     from pe_lab.lab.extend.budget import TOKENS, tokens_of
-    from pe_lab.lab.extend.extension import ALWAYS, FORMS, ExtensionPlan, data_of
+    from pe_lab.lab.extend.extension import ExtensionPlan, data_of, known_budget
     from pe_lab.lab.extend.methods import SEARCHED, parse_methods
     from pe_lab.lab.extend.search import SearchSettings
     from pe_lab.lab.sweeps import parse_seeds
@@ -187,18 +202,23 @@ def make_plan(
     measured = {"documents": 16, "windows": 64, "tokens": 4 * target, "fit_tokens": 2 * target} | given
     searches = args.population != 0
     methods = tuple(key for key in parse_methods(args.methods) if searches or key != SEARCHED)
-    arms = parse_methods(args.arms) if args.arms else ()
+    arms = parse_methods(args.arms, "--arms") if args.arms else ()
     for key in arms:
         if key == SEARCHED and not searches:
             raise ConfigError("--arms=searched needs a search, and --population=0 has none.")
     given_sizes = {"population": args.population, "iterations": args.iterations}
     sizes = {key: value for key, value in given_sizes.items() if value is not None}
     seeds = tuple(parse_seeds(args.seeds))
-    count = len(arms) or len((*ALWAYS, *FORMS)) + args.best
     if args.budget and args.tokens:
         raise ConfigError("--tokens are an arm's, and --budget is that of all arms: give one of them.")
-    each = flops_per_token(subject, subject.lm.layers, target)
-    tokens = tokens_of(args.budget, each, count * len(seeds)) if args.budget else args.tokens or TOKENS
+    if target % 2 ** (args.stages - 1):
+        raise ConfigError(f"--stages={args.stages}: {target:,} tokens cannot be halved {args.stages - 1} times.")
+    where = storage.path("--workdir", args.workdir or f"runs/{name_of(args.source)}_{target}")
+    tokens = args.tokens or TOKENS
+    if args.budget:
+        each = flops_per_token(subject, subject.lm.layers, target, args.stages)
+        runs = arm_count(arms, args.best) * len(seeds)
+        tokens = known_budget(where, args.budget, runs) or tokens_of(args.budget, each, runs)
     training = None
     if not args.no_training:
         training = TrainingSettings(
@@ -216,7 +236,6 @@ def make_plan(
         )
     elif args.arms or args.budget or args.tokens:
         raise ConfigError("--no-training trains nothing: leave --arms, --tokens and --budget out.")
-    where = args.workdir or f"runs/{name_of(args.source)}_{target}"
     return ExtensionPlan(
         source=args.source,
         target=target,
@@ -229,69 +248,95 @@ def make_plan(
         search_sequences=args.search_sequences,
         options=measured,
         data=data,
-        directory=storage.path("--workdir", where),
+        directory=where,
         suites=suites_of(args.suites, options),
+        export=parse_forms(args.export),
     )
 
 
+def arm_count(arms: Sequence[str], best: int) -> int:
+    """How many arms are trained, at most."""
+    from pe_lab.lab.extend.extension import ALWAYS, FORMS
+
+    return len(arms) or len((*ALWAYS, *FORMS)) + best
+
+
 def suites_of(text: str | None, options: Mapping[str, str]) -> tuple[str, ...]:
-    """The options of `pe_lab.evaluate` for `--suites`; `ConfigError` for a suite that there is not."""
-    from pe_lab.evaluation.suites import parse_suites
+    """The options of `pe_lab.evaluate` for `--suites`; `ConfigError` for one that there is not or that has no score."""
+    from pe_lab.evaluation.suites import SUITES, parse_suites
 
     if not text:
         return ()
-    parse_suites(text)
+    for name in parse_suites(text):
+        if "score" not in {metric.key for metric in SUITES[name].metrics}:
+            with_score = [one for one, suite in SUITES.items() if "score" in {metric.key for metric in suite.metrics}]
+            raise ConfigError(f"--suites: {name} has no score. Those that have one: {', '.join(with_score)}.")
     return (f"--suite={text}", *(f"--{name}={value}" if value else f"--{name}" for name, value in options.items()))
 
 
-def _asked(args: argparse.Namespace, overrides: Mapping[str, str], options: Mapping[str, str]) -> dict[str, Any]:
-    """What decides the results, for `extend.json`; other suites, and their options, may be asked for later."""
+def _asked(args: argparse.Namespace, options: Mapping[str, str]) -> dict[str, Any]:
+    """What all measurements depend on, for `extend.json`."""
     from pe_lab.evaluation.suite import options_of
     from pe_lab.evaluation.suites import SUITES
 
-    aside = ("workdir", "only", "dry_run", "retry", "jobs", "on", "export", "suites")
     scored = options_of([SUITES[name] for name in ("long_range", "needles", "passkeys", "beta")])
+    measured = {name: value for name, value in options.items() if name.replace("-", "_") in scored}
+    return {"source": args.source, "length": args.length, "data": args.data, "evaluate": measured}
+
+
+def _budget(args: argparse.Namespace, plan: ExtensionPlan) -> dict[str, Any]:
+    """What a budget is for this command, for `extend.json`; {} without one."""
+    if not args.budget or plan.training is None:
+        return {}
     return {
-        **{name: value for name, value in vars(args).items() if name not in aside},
-        "config": dict(overrides),
-        "evaluate": {name: value for name, value in options.items() if name.replace("-", "_") in scored},
+        "text": args.budget,
+        "runs": arm_count(plan.arms, plan.train_best) * len(plan.seeds),
+        "tokens": plan.training.tokens,
     }
 
 
 def _print_plan(plan: ExtensionPlan, subject: Subject, out: Any) -> None:
     """Prints what would be done, with its cost."""
+    from pe_lab.evaluation.suite import read_settings
+    from pe_lab.evaluation.suites import suite_of
     from pe_lab.lab.extend.arms import flops_per_token, plan_arms
-    from pe_lab.lab.extend.extension import ALWAYS, FORMS, lengths_of
-    from pe_lab.lab.extend.methods import Extension, choose
+    from pe_lab.lab.extend.extension import ALWAYS, FORMS, expected, lengths_of
+    from pe_lab.lab.extend.methods import SEARCHED
     from pe_lab.lab.extend.page import plan_rows
+    from pe_lab.lab.extend.screening import suites_for
     from pe_lab.terminal import table
 
     lengths = lengths_of(plan, subject)
-    forward = {n: flops_per_token(subject, subject.lm.layers, n) / 3 for n in lengths}
-    documents, fits = int(plan.options["documents"]), 10 * int(plan.options["fit_tokens"])
-    read = {n: documents * n + (fits if n > subject.training_length else 0) for n in lengths}
-    flops = len(plan.methods) * sum(read[n] * forward[n] for n in lengths)
-    out.print(
-        f"Without training: {len(plan.methods)} methods at {', '.join(f'{n:,}' for n in lengths)} tokens, about "
-        f"{flops:.1e} FLOPs."
-    )
+    suites = [suite_of(name) for name in suites_for(plan.data, min(lengths))]
+
+    def cost(n: int) -> float:
+        """FLOPs that measure one method at a length, with the fit of its scale."""
+        fitted = [suite_of("beta")] if n > subject.training_length else []
+        read = sum(suite.cost(read_settings(suite, plan.options), n) for suite in [*suites, *fitted])
+        return read * flops_per_token(subject, subject.lm.layers, n) / 3
+
+    shown = ", ".join(f"{n:,}" for n in lengths)
+    flops = len(plan.methods) * sum(map(cost, lengths))
+    out.print(f"Without training: {len(plan.methods)} methods at {shown} tokens, about {flops:.1e} FLOPs.")
     searched = 0.0
     if plan.search is not None:
-        searched = plan.search.measurements * 2 * plan.search_sequences * plan.target * forward[plan.target]
+        forward = flops_per_token(subject, subject.lm.layers, plan.target) / 3
+        searched = plan.search.measurements * 2 * plan.search_sequences * plan.target * forward
         out.print(f"Search: {plan.search.measurements:,} candidates, about {searched:.1e} FLOPs.")
     if plan.training is None:
         return
-    keys = plan.arms or (*ALWAYS, *FORMS)
-    chosen, impossible = choose(keys, Extension(subject, plan.target))
-    arms, _ = plan_arms(chosen, subject, plan.training, {"searched": searched})
+    chosen, impossible = expected(plan, subject, plan.arms or (*ALWAYS, *FORMS))
+    arms, left_out = plan_arms(chosen, subject, plan.training, {SEARCHED: searched})
     out.print(table(*plan_rows(arms)))
-    for key, reason in impossible.items():
+    for key, reason in {**impossible, **left_out}.items():
         out.print(f"{key} is not trained: {reason}.")
     if not plan.arms:
         out.print(f"And the best {plan.train_best} of the screening.")
     count = (len(arms) + (0 if plan.arms else plan.train_best)) * len(plan.seeds)
     total = sum(arm.flops for arm in arms) / max(len(arms), 1) * count
     out.print(f"{count} runs, {total:.2e} FLOPs of training in all.")
+    measured = count * sum(map(cost, (*lengths, 2 * plan.target)))
+    out.print(f"Evaluation: at most {2 * plan.target:,} tokens, about {measured:.1e} FLOPs.")
 
 
 def _run_part(
@@ -304,7 +349,7 @@ def _run_part(
     out: Any,
 ) -> int:
     from pe_lab.lab.extend import extension
-    from pe_lab.lab.extend.best import parse_forms, write_best
+    from pe_lab.lab.extend.best import write_best
     from pe_lab.lab.extend.page import plan_rows
     from pe_lab.lab.extend.screening import text_rows
     from pe_lab.lab.sweeps.runners import make_runner
@@ -337,27 +382,49 @@ def _run_part(
                 return status
     else:
         answer = extension.read_answer(plan, subject)
-        extension.write_answer(plan, answer, extension.read_screened(plan).screening)
-        write_best(plan, parse_forms(args.export), show)
+        extension.write_answer(plan, answer, extension.read_screened(plan).screening, line)
+        write_best(plan, show)
     return 0
 
 
-def without_unexportable(
-    plan: ExtensionPlan, subject: Subject, forms: Sequence[str], named: Sequence[str], out: Any
-) -> ExtensionPlan:
-    """The plan without the methods that cannot be exported.
+def without_search(plan: ExtensionPlan, subject: Subject, named: Sequence[str], out: Any) -> ExtensionPlan:
+    """The plan without a search where the checkpoint allows none.
+
+    Raises:
+      ConfigError: so, and the command line names it.
+    """
+    from pe_lab.lab.extend.methods import SEARCHED
+    from pe_lab.lab.extend.search import search_space
+
+    if plan.search is None:
+        return plan
+    try:
+        search_space(subject, plan.target)
+        return plan
+    except ConfigError as error:
+        if SEARCHED in named:
+            raise
+        out.print(f"searched left out: {error}")
+    methods = tuple(key for key in plan.methods if key != SEARCHED)
+    return dataclasses.replace(plan, methods=methods, search=None)
+
+
+def without_unexportable(plan: ExtensionPlan, subject: Subject, named: Sequence[str], out: Any) -> ExtensionPlan:
+    """The plan without the methods that cannot be exported, as far as that is known before the screening.
 
     Raises:
       UnsupportedError: the command line names one of them.
     """
-    from pe_lab.lab.extend.best import not_exportable
+    from pe_lab.lab.extend.arms import not_exportable
+    from pe_lab.lab.extend.extension import ALWAYS, FORMS, expected
     from pe_lab.lab.extend.methods import METHODS
 
-    reasons = not_exportable(plan, subject, forms)
+    keys = tuple(dict.fromkeys((*plan.methods, *plan.arms, *ALWAYS, *FORMS)))
+    reasons = not_exportable(plan.source, plan.target, expected(plan, subject, keys)[0], plan.export)
     for key, reason in reasons.items():
         if key in named:
-            raise UnsupportedError(f"--export: {METHODS[key].name} cannot be exported: {reason}")
-        out.print(f"{METHODS[key].name} left out, since it cannot be exported: {reason}")
+            raise UnsupportedError(f"--export: {METHODS[key].name}: {reason}.")
+        out.print(f"{METHODS[key].name} left out: {reason}.")
     methods = tuple(key for key in plan.methods if key not in reasons)
     return dataclasses.replace(plan, methods=methods, left_out=tuple(reasons))
 

@@ -1,8 +1,10 @@
 """`python -m pe_lab.extend`: budgets, arms at equal FLOPs, the answer, its page, and the whole command."""
 
+import dataclasses
 import json
 import math
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,11 +18,11 @@ import pytest
 import pe_lab
 from pe_lab.config import DataConfig, SourceConfig
 from pe_lab.errors import UserError
-from pe_lab.extend import main, make_plan, parser
+from pe_lab.extend import _budget, _stoppable, main, make_plan, parser
 from pe_lab.lab.extend import budget
 from pe_lab.lab.extend.answer import Trained, answer_json, answer_rows, make_answer, rank_correlation
 from pe_lab.lab.extend.arms import TrainingSettings, flops_per_token, plan_arms, training_data
-from pe_lab.lab.extend.extension import described, factors_of_two, read_answer, suite_commands, with_scale
+from pe_lab.lab.extend.extension import described, factors_of_two, read_answer, suite_commands, with_scale, write_plan
 from pe_lab.lab.extend.methods import Extension, choose
 from pe_lab.lab.extend.numbers import At, Number
 from pe_lab.lab.extend.page import html_page, markdown
@@ -91,6 +93,22 @@ def test_arms_spend_the_same_flops_with_the_search_and_the_teacher():
     assert by_key["drope"].rate == 10 * by_key["yarn"].rate
 
 
+def test_stages_spend_the_same_flops():
+    """Shorter windows cost less: an arm of two stages reads more tokens."""
+    model, layers_of = subject(), subject().lm.layers
+    arms, _ = arms_of(settings(stages=2))
+    by_key = {arm.key: arm for arm in arms}
+    (whole, half), half_and_half = (flops_per_token(model, layers_of, n) for n in (64, 32)), None
+    half_and_half = flops_per_token(model, layers_of, 64, 2)
+    assert half_and_half == (whole + half) / 2 and half < whole
+    assert by_key["yarn"].flops_per_token == half_and_half and by_key["yarn"].stages == 2
+    assert by_key["drope"].stages == 1 and by_key["drope"].flops_per_token == flops_per_token(
+        model, Extension(model, 64).layers, 16
+    )
+    assert by_key["drope"].flops == pytest.approx(by_key["yarn"].flops, rel=0.02)
+    assert by_key["unchanged"].tokens == pytest.approx(200_000, abs=256)
+
+
 def test_a_budget_that_is_too_small_is_refused():
     with pytest.raises(UserError, match=r"100 tokens an arm are .*, less than one step of 256 tokens \(unchanged\)"):
         arms_of(settings(tokens=100))
@@ -119,15 +137,15 @@ def numbers(far, price, seeds=3):
     rng = np.random.default_rng(int(1000 * far))
     noise = rng.normal(0, 0.01, seeds).tolist()
     return {
-        At("far", 64): Number(far + sum(noise) / seeds, tuple(far + n for n in noise)),
-        At("text", 16): Number(price, tuple(price + n for n in noise)),
-        At("text", 64): Number(far, tuple(far + n for n in noise)),
+        At("far", 64): Number(far + sum(noise) / seeds, tuple(far + n for n in noise), by_seed=True),
+        At("text", 16): Number(price, tuple(price + n for n in noise), by_seed=True),
+        At("text", 64): Number(far, tuple(far + n for n in noise), by_seed=True),
     }
 
 
 def answer_of(**found):
     arms, _ = arms_of(settings())
-    trained = [Trained(arm, numbers(*found[arm.key])) for arm in arms if arm.key in found]
+    trained = [Trained(arm, numbers(*found[arm.key]), (1.0,) * 3) for arm in arms if arm.key in found]
     ranks = {key: numbers(far, price, 1) for key, (far, price, *_) in found.items()}
     screening = Screening(ranks, {key: {64: 1.2} for key in ranks}, 64, 16)
     return make_answer(trained, numbers(9.0, 2.0, 1), screening, 64, 16, 3), screening
@@ -189,6 +207,8 @@ def test_the_scale_of_the_answer_is_a_law_from_the_training_length():
     scaled = with_scale((Layer(NoPE()),), 1.3, 16, 64)
     assert scaled[0].logit_scale == Beta((1.3 - 1) / math.log(4), 16)
     assert scaled[0].scale_at(16) == 1 and scaled[0].scale_at(64) == pytest.approx(1.3)
+    again = with_scale(scaled, 1.1, 16, 64)[0]  # a scale that was fitted multiplies the one that is there
+    assert again.scale_at(16) == 1 and again.scale_at(64) == pytest.approx(1.1 * 1.3)
     assert with_scale((Layer(NoPE()),), 1.0, 16, 64) == (Layer(NoPE()),) == with_scale((Layer(NoPE()),), 1.3, 64, 64)
 
 
@@ -214,30 +234,78 @@ def run(tmp_path_factory):
         (["--budget=soon"], "--budget='soon': give tokens, as 300M"),
         (["--budget=3h", "--tokens=5M"], "give one of them"),
         (["--arms=searched", "--population=0"], "--arms=searched needs a search"),
+        (["--arms=yran"], "--arms: there is no method 'yran'"),
+        (["--stages=9"], "--stages=9: 64 tokens cannot be halved 8 times"),
+        (["--on=slrum"], "--on='slrum': there is no such place"),
+        (["--config.mesh.fspd=2"], "config.mesh has no key 'fspd'"),
+        (["--suites=perplexity"], "--suites: perplexity has no score"),
+        (["--rate=0"], "rate"),
+        (["--no-training", "--only=train"], "--no-training trains nothing, so that --only=train has nothing to do"),
         (["--no-training", "--tokens=5M"], "--no-training trains nothing"),
         (["--export=onnx"], "--export=onnx: there is no form 'onnx'"),
-        (["--arms=clipped", "--export=hf"], "(?s)--export: clipped RoPE cannot be exported: .* has ClippedRope"),
+        (["--arms=clipped", "--export=hf"], "(?s)--export: clipped RoPE: it cannot be exported: .* has ClippedRope"),
         (["--evaluate.documnets=4"], "evaluation.options: no suite has an option 'documnets'"),
         (["--only=train"], "has no screening yet"),
         (["--data=nowhere/*.jsonl"], "has no tokenizer, so that --data has to be a directory of pe_lab.prepare"),
     ],
 )
 def test_bad_input_is_one_message_and_nothing_is_written(run, tmp_path, capsys, monkeypatch, arguments, says):
-    """Status 2, before anything is measured or trained; 0.3 s each."""
+    """Status 2, before anything is measured or trained; 0.5 s each."""
     monkeypatch.chdir(tmp_path)
-    base = [f"--from={run}/pretrain", "--workdir=longer", "--dry-run"]
-    if arguments == ["--only=train"]:
-        base.remove("--dry-run")
-    assert main([*base, *arguments]) == 2
+    monkeypatch.setattr(pe_lab.extend, "_stoppable", lambda command: pytest.fail("something was measured"))
+    assert main([f"--from={run}/pretrain", "--workdir=longer", *arguments]) == 2
     error = capsys.readouterr().err
     assert re.search(says, error) and error.startswith("error: ") and error.count("error: ") == 1
-    assert not (tmp_path / "longer/arms").exists() and not (tmp_path / "longer/screening").exists()
+    written = [file.name for file in (tmp_path / "longer").rglob("*")]
+    assert written == (["extend.json"] if arguments == ["--only=train"] else [])
+
+
+def test_a_checkpoint_that_does_not_tell_its_training_length(tmp_path, capsys):
+    """transformers would take 2,048, the default of the class."""
+    source = Path(__file__).parent / "data" / "hf" / "llama"
+    shutil.copytree(source, tmp_path / "hf")
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    assert described(f"hf:{tmp_path}/hf").training_length == config.pop("max_position_embeddings")
+    (tmp_path / "hf/config.json").write_text(json.dumps(config))
+    assert main([f"--from=hf:{tmp_path}/hf", "--data=stdlib", f"--workdir={tmp_path}/longer"]) == 2
+    assert "does not tell its training length. Write it into config.json" in capsys.readouterr().err
+
+
+def test_a_scale_of_its_own_is_refused(tmp_path, capsys):
+    scaled = [dataclasses.replace(layer, logit_scale=1.2) for layer in layers("rope", 2)]
+    data = tiny.corpus(tmp_path / "texts", 6000)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/run.json").write_text(json.dumps({"name": "tiny"}))
+    tiny.save(tiny.checkpoint(scaled, data, phase="pretrain", phase_index=0), tmp_path / "run/pretrain")
+    assert main([f"--from={tmp_path}/run/pretrain", f"--workdir={tmp_path}/longer"]) == 2
+    assert "has a logit scale of its own within its training length" in capsys.readouterr().err
+
+
+def test_a_budget_in_hours_is_that_of_the_first_command(run, tmp_path, monkeypatch):
+    """The speed of a machine varies, and a resumed command has the same arms."""
+    start, speeds = described(f"{run}/pretrain"), iter((1e12, 3e12))
+    monkeypatch.setattr(budget, "machine_flops", lambda: next(speeds))
+    args = parser().parse_args([f"--from={run}/pretrain", "--budget=3min", f"--workdir={tmp_path}/longer"])
+    first = make_plan(args, start, {}, {})
+    write_plan(first.directory, {"source": "x"}, _budget(args, first))
+    assert make_plan(args, start, {}, {}).training.tokens == first.training.tokens
+    write_plan(first.directory, {"source": "x"}, {})  # a command without one keeps it
+    args.seeds = "2"
+    assert make_plan(args, start, {}, {}).training.tokens == pytest.approx(1.5 * first.training.tokens, abs=1)
+
+
+def test_a_part_that_is_killed_is_an_error_and_one_that_is_stopped_is_not():
+    """A part that the system has killed is not a stop, after which a queue would start it again; 0.5 s."""
+    kill = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
+    with pytest.raises(UserError, match=r"was killed by signal 9 \(9: often for memory\)"):
+        _stoppable(kill)
+    assert _stoppable([sys.executable, "-c", "raise SystemExit(3)"]) == 3
 
 
 def test_a_checkpoint_without_data_or_a_directory_of_something_else(run, tmp_path, capsys):
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken/file").write_text("x")
-    assert main([f"--from={run}/pretrain", f"--workdir={tmp_path}/taken", "--tokens=10000"]) == 2
+    assert main([f"--from={run}/pretrain", f"--workdir={tmp_path}/taken", "--tokens=20000", "--batch=256"]) == 2
     assert "is not empty and no extension" in capsys.readouterr().err
     assert main([f"--workdir={tmp_path}/new"]) == 2
     assert "--from is missing" in capsys.readouterr().err
@@ -250,7 +318,12 @@ def test_a_dry_run_prints_the_plan_with_its_cost(run, tmp_path, capsys):
     assert "14 methods at 16, 32, 64 tokens" in out and "And the best 2 of the screening." in out
     rows = [line for line in out.splitlines() if line.startswith(("unchanged", "YaRN", "DroPE", "slow half"))]
     assert len(rows) == 4 and "78 " in rows[0]  # steps of 256 tokens
-    assert "6 runs" in out and not (tmp_path / "longer").exists()
+    assert "6 runs" in out and "Evaluation: at most 128 tokens" in out and not (tmp_path / "longer").exists()
+    assert main([*asked, "--arms=unchanged,searched,cheapest_dropped", "--population=8", "--iterations=0"]) == 0
+    out = capsys.readouterr().out
+    assert "cheapest_dropped is not trained: it has 2 layers" in out or "3 runs" in out
+    searched = next(line for line in out.splitlines() if line.startswith("searched"))
+    assert float(searched.split()[-1]) > 0  # FLOPs of the search
 
 
 @pytest.mark.slow
@@ -300,37 +373,46 @@ def test_from_a_checkpoint_to_an_answer(run, tmp_path, capfd):
     assert answer["answer"] in page and page.count("<svg") >= 4
     start = described(f"{run}/pretrain")
     options = [one for one in asked if not one.startswith("--evaluate.")]
-    plan = make_plan(parser().parse_args([*options, "--suites=ruler:vt"]), start, {}, {"samples": "2"})
+    given = parser().parse_args([*options, "--suites=ruler:vt"])
+    plan = make_plan(given, start, {}, {"samples": "2"})
     commands = suite_commands(plan, start)
     assert len(commands) == 5 and all(
         {"--suite=ruler:vt", "--samples=2", "--lengths=16,32,64"} <= set(one) for one in commands
     )
-    assert commands[0][-2:] == [f"--from={run}/pretrain", f"--out={where}/before"]
+    assert commands[0][-2:] == [f"--out={where}/before", "--variants=as-trained"]
     trained = {one["variant"]: one for one in answer["arms"]}
+    variants = {}
     for key, name in (("unchanged", "unchanged"), ("drope", "DroPE")):
-        texts = {one[-1] for one in commands if f"--from={where}/arms/{key}__seed=0" in one}
-        scale = trained[key]["scale"]
-        law = f"/beta={(scale - 1) / math.log(2)!r}@16" if scale != 1 and key == "drope" else ""
-        assert texts == {f"--positional={name}:{trained[key]['encoding']}{law}"}
-    # Scores of such a suite are numbers of the answer.
-    scores = [
-        {"suite": "ruler", "task": task, "length": 32, "score": score} for task, score in (("vt", 0.25), ("cwe", 0.75))
-    ]
-    lines = "".join(json.dumps(one) + "\n" for one in scores)
-    for seed in range(2):
-        (where / f"arms/drope__seed={seed}/evaluation/ruler.jsonl").write_text(lines)
-        (where / f"arms/unchanged__seed={seed}/evaluation/ruler.jsonl").write_text(lines.replace("0.25", "0.75"))
+        for seed, scale in enumerate(trained[key]["scales"]):
+            out = f"--out={where}/arms/{key}__seed={seed}/evaluation"
+            (text,) = [one[-1] for one in commands if out in one]
+            law = f"/beta={(scale - 1) / math.log(2)!r}@16" if scale != 1 and key == "drope" else ""
+            variants[key, seed] = f"{trained[key]['encoding']}{law}"
+            assert text == f"--positional={name}:{variants[key, seed]}"
+    # Scores of such a suite are numbers of the answer; those of another variant are not.
+    for (key, seed), variant in variants.items():
+        scores = {"vt": 0.25 if key == "drope" else 0.75, "cwe": 0.75}
+        lines = [{"task": task, "score": score, "variant": variant} for task, score in scores.items()]
+        lines.append({"task": "vt", "score": 0.0, "variant": "other"})
+        text = "".join(json.dumps({"suite": "ruler", "length": 32, **one}) + "\n" for one in lines)
+        (where / f"arms/{key}__seed={seed}/evaluation/ruler.jsonl").write_text(text)
     again = {
         one.arm.key: one.numbers[At("ruler", 32)] for one in read_answer(plan, described(f"{run}/pretrain")).trained
     }
-    assert again == {"drope": Number(0.5, (0.5, 0.5)), "unchanged": Number(0.75, (0.75, 0.75))}
+    assert again == {
+        "drope": Number(0.5, (0.5, 0.5), by_seed=True), "unchanged": Number(0.75, (0.75, 0.75), by_seed=True)
+    }  # fmt: skip
     best = pe_lab.load(where / "best")
     arm = next(one for one in answer["arms"] if one["variant"] == answer["chosen"])
     trained = pe_lab.load(where / f"arms/{answer['chosen']}__seed=0")
     assert same_parameters(best, trained)
-    assert best.layers[0].scale_at(32) == pytest.approx(arm["scale"] * trained.layers[0].scale_at(32), rel=1e-5)
-    assert main([*asked, "--seeds=1"]) == 2
-    assert "is another extension (seeds: 2 there, 1 here)" in capfd.readouterr().err
+    assert best.layers[0].scale_at(32) == pytest.approx(arm["scales"][0] * trained.layers[0].scale_at(32), rel=1e-5)
+    assert main([*asked, "--length=3x"]) == 2
+    assert "is another extension (length: 2x there, 3x here)" in capfd.readouterr().err
+    assert main([*asked, "--tokens=30000"]) == 2
+    assert "has a cell 'unchanged__seed=0' with another config" in capfd.readouterr().err
+    assert main([*asked, "--seeds=1", "--only=answer"]) == 2
+    assert "is of 2 seeds, not of 1. Run --only=evaluate first" in capfd.readouterr().err
 
 
 def same_parameters(one, other):

@@ -124,8 +124,29 @@ def test_the_loss_by_position_is_that_of_the_longest_sequences():
 
 def test_seeds_are_the_units_of_several_runs():
     runs = [{At("far", 64): Number(mean, (mean,) * 5)} for mean in (1.0, 2.0, 4.5)]
-    assert over_seeds(runs)[At("far", 64)] == Number(2.5, (1.0, 2.0, 4.5))
+    assert over_seeds(runs)[At("far", 64)] == Number(2.5, (1.0, 2.0, 4.5), by_seed=True)
     assert over_seeds(runs[:1]) == runs[0]
+
+
+def test_the_terms_of_a_seed_are_one_sample():
+    """They are of one model: a difference of scores is one for each seed. Documents and windows are other samples."""
+    differences = {At("far", 64): (0.02, 0.10, 0.18), At("answers", 64): (0.01, 0.11, 0.20)}
+    for by_seed in (True, False):
+        one = {at: Number(float(np.mean(d)), d, by_seed) for at, d in differences.items()}
+        other = {at: Number(0.0, (0.0,) * 3, by_seed) for at in differences}
+        found = score_difference(one, other, tuple(differences))
+        sums = np.sum(list(differences.values()), axis=0)
+        expected = stats.ttest_1samp(sums, 0.0).pvalue if by_seed else paired_sum([*differences.values()]).p
+        assert found.p == pytest.approx(expected) and found.mean == pytest.approx(sums.mean())
+        assert (found.p > 0.05) == by_seed
+
+
+def test_methods_are_ranked_by_what_is_compared():
+    """The mean of a record is over tokens, that of a comparison over documents."""
+    at = At("far", 64)
+    one = {at: Number(2.9, (3.0, 1.0))}  # most far tokens are in the first document
+    other = {at: Number(2.5, (2.5, 2.5))}
+    assert score(one, (at,)) == 2.0 and score_difference(one, other, (at,)).mean == -0.5
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ import ml_dtypes
 import numpy as np
 
 from pe_lab.checkpoints.families import Tensor
-from pe_lab.checkpoints.hf_config import TEXT_PREFIX, read_config, text_part
+from pe_lab.checkpoints.hf_config import PE_LAB_KEY, TEXT_PREFIX, read_config, text_part
+from pe_lab.checkpoints.rope_parameters import LENGTH_KEYS
 from pe_lab.checkpoints.source import TensorSource, listing
 from pe_lab.errors import CheckpointError
 from pe_lab.storage import read_json
@@ -38,6 +39,7 @@ class HuggingFaceSource(TensorSource):
         self.family, self.model, self.layers = read.family, read.model, read.layers
         self.origin = self.family.model_type
         self.training_length, self._layout = read.training_length, read.layout
+        self.length_given = any(key in config for key in (*LENGTH_KEYS, PE_LAB_KEY))
         shapes = {name: shape for name, (_, shape, _) in listed.items()}
         table = self.family.table(self.model)
         leftover = self.match(table, shapes, self.family.architecture, "config.json")

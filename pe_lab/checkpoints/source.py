@@ -34,6 +34,7 @@ class CheckpointSource(ABC):
     model: ModelConfig  # its shape
     layers: tuple[Layer, ...]  # its encodings
     training_length: int  # tokens of a training window, before any scaling
+    length_given: bool = True  # whether the checkpoint tells it, and not the default of its family
     dtype: np.dtype  # of its weights
     origin: str = ""  # the family of the external checkpoint that the weights come from; "": trained by pe_lab
     note: str = ""  # what an import leaves out

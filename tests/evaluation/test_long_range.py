@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import types
 from pathlib import Path
 
 import numpy as np
@@ -128,3 +129,17 @@ def test_what_cannot_be_measured_is_said(data, tmp_path, monkeypatch):
         "documents of more than 64 tokens are scored, not 5,000" in s
         for s in evaluation(data, tmp_path, documents=5000).skipped
     )
+
+
+def test_no_document_is_scored_and_fitted_on_whatever_the_lengths():
+    sizes = np.random.default_rng(0).integers(10, 200, 99)
+    stream = types.SimpleNamespace(ends=np.cumsum(sizes))
+    starts = dict(zip((np.cumsum(sizes) - sizes).tolist(), sizes.tolist(), strict=True))
+    cases = [(part, longest) for part in ("score", "fit") for longest in (50, 100, 180)]
+    chosen = {(part, longest): long_range.choose_documents(stream, longest, 99, part) for part, longest in cases}
+    for (part, longest), found in chosen.items():
+        assert all(starts[start] > longest for start in found) and found == sorted(found)
+        assert abs(len(found) - (sizes > longest).sum() / 2) <= 0.5
+        others = {start for (other, _), one in chosen.items() if other != part for start in one}
+        assert not others & set(found)
+    assert set(chosen["score", 180]) < set(chosen["score", 50])

@@ -365,12 +365,15 @@ def choose_documents(
 ) -> list[int]:
     """The starts of at most `most` documents of more than `longest` tokens, at even distances.
 
-    Every second long document is left for what is fitted, such as a search: none is both scored and fitted on.
+    Of all documents by size, every second one is left for what is fitted, such as a search: whatever the lengths, none
+    is both scored and fitted on.
     """
     sizes = document_sizes(stream)
-    fitting = np.flatnonzero(sizes > longest)[("score", "fit").index(part) :: 2]
-    count = min(most, len(fitting))
-    chosen = fitting[((np.arange(count) + 0.5) * len(fitting) / max(count, 1)).astype(int)]
+    ranks = np.empty(len(sizes), int)
+    ranks[np.argsort(-sizes, kind="stable")] = np.arange(len(sizes))
+    long = np.flatnonzero((sizes > longest) & (ranks % 2 == ("score", "fit").index(part)))
+    count = min(most, len(long))
+    chosen = long[((np.arange(count) + 0.5) * len(long) / max(count, 1)).astype(int)]
     return [int(stream.ends[n] - sizes[n]) for n in chosen]
 
 

@@ -11,6 +11,7 @@ from pe_lab.lab.extend.arms import ExtensionArm
 from pe_lab.lab.extend.methods import METHODS
 from pe_lab.lab.extend.numbers import (
     At,
+    Number,
     Numbers,
     columns,
     difference,
@@ -33,12 +34,12 @@ class Trained:
 
     Attributes:
       numbers: over seeds, see `numbers.over_seeds`.
-      scale: the logit scale that was fitted at the target; 1 where none was needed.
+      scales: the logit scale that was fitted at the target for the run of each seed; 1 where none was needed.
     """
 
     arm: ExtensionArm
     numbers: Numbers
-    scale: float = 1.0
+    scales: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ def make_answer(
             # The checkpoint has documents, runs have seeds: with several seeds its mean is a constant.
             mine, theirs = one.numbers[at], before[at]
             if seeds > 1:
-                theirs = type(theirs)(theirs.mean, (theirs.mean,) * len(mine.units))
+                theirs = Number(theirs.mean, (theirs.mean,) * len(mine.units), by_seed=True)
             if (found := difference(mine, theirs, "text")) is not None:
                 prices[one.arm.key] = found
     order = [key for key in screening.ranked() if key in {one.arm.key for one in ranked}]
@@ -221,7 +222,7 @@ def answer_json(answer: Answer) -> dict[str, Any]:
                 "flops": one.arm.flops,
                 "rate": one.arm.rate,
                 "length": one.arm.length,
-                "scale": one.scale,
+                "scales": list(one.scales),
                 "score": score(one.numbers, answer.terms),
                 "against_best": of(answer.against_best[one.arm.key]) if one.arm.key in answer.against_best else None,
                 "price": of(answer.prices[one.arm.key]) if one.arm.key in answer.prices else None,

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
+from pe_lab.checkpoints.checkpoint import open_source
+from pe_lab.checkpoints.gguf.export import plan_gguf
+from pe_lab.checkpoints.hf_export import plan_export
 from pe_lab.config import DataConfig, from_dict, to_json
 from pe_lab.data.mixture import open_mixture
-from pe_lab.errors import ConfigError, DataError, UserError
+from pe_lab.errors import ConfigError, DataError, UnsupportedError, UserError
 from pe_lab.evaluation.suites.long_range import document_sizes
+from pe_lab.evaluation.targets import locate
 from pe_lab.evaluation.variants import Subject
 from pe_lab.lab.extend.methods import UNCHANGED, Chosen
 from pe_lab.lab.sweeps import Sweep
@@ -82,9 +88,10 @@ class ExtensionArm:
 
     Attributes:
       chosen: the method and its layers.
-      length, windows, steps: of its training.
+      length, windows, steps: of its training; of several stages, of the last, with the steps of all.
+      stages: of growing lengths.
       rate: the peak learning rate.
-      flops_per_token: of a train step, visible keys alone, with those of a teacher.
+      flops_per_token: of a train step, see `flops_per_token`, with those of a teacher.
       before: FLOPs that were spent to find it, by a search.
       teacher: what it is taught, as `TrainingSettings.distill`.
     """
@@ -93,6 +100,7 @@ class ExtensionArm:
     length: int
     windows: int
     steps: int
+    stages: int
     rate: float
     flops_per_token: float
     before: float = 0.0
@@ -112,12 +120,16 @@ class ExtensionArm:
         return self.before + self.tokens * self.flops_per_token
 
 
-def flops_per_token(subject: Subject, layers: Sequence[Any], length: int) -> float:
-    """FLOPs of a train step for each token, visible keys alone, under layers whose windows matter."""
+def flops_per_token(subject: Subject, layers: Sequence[Any], length: int, stages: int = 1) -> float:
+    """FLOPs of a train step for each token, visible keys alone, under layers whose windows matter.
+
+    Of several stages, the last at `length` and each before it at half of the next, it is the mean.
+    """
     from pe_lab.model import model_schedule
 
     model = complete(subject.checkpoint.model)
-    return train_flops_per_token(model, length, model_schedule(model, layers, length).structure).causal
+    lengths = [length >> stage for stage in range(stages)]
+    return fmean(train_flops_per_token(model, n, model_schedule(model, layers, n).structure).causal for n in lengths)
 
 
 def plan_arms(
@@ -132,12 +144,13 @@ def plan_arms(
       ConfigError: the budget is too small for one step.
     """
     batch = settings.batch_tokens(subject)
-    budget = settings.tokens * flops_per_token(subject, subject.lm.layers, settings.length)
+    budget = settings.tokens * flops_per_token(subject, subject.lm.layers, settings.length, settings.stages)
     arms, left_out = [], {}
     for one in chosen:
         recalibrates = one.method.recalibrates
         length = subject.training_length if recalibrates else settings.length
-        per_token, teacher = flops_per_token(subject, one.layers, length), "none"
+        stages = 1 if recalibrates else settings.stages
+        per_token, teacher = flops_per_token(subject, one.layers, length, stages), "none"
         if recalibrates and settings.distill != "none":
             teacher = settings.distill
             per_token += flops_per_token(subject, subject.lm.layers, length) / 3  # a forward pass
@@ -154,8 +167,23 @@ def plan_arms(
             left_out[one.key] = f"{what}, and its search took {spent:.2e} of them"
             continue
         rate = settings.rate_of(subject, recalibrates)
-        arms.append(ExtensionArm(one, length, windows, steps, rate, per_token, spent, teacher))
+        arms.append(ExtensionArm(one, length, windows, steps, stages, rate, per_token, spent, teacher))
     return arms, left_out
+
+
+def not_exportable(checkpoint: str, length: int, chosen: Sequence[Chosen], forms: Sequence[str]) -> dict[str, str]:
+    """{key: why a method cannot be exported in one of the forms, at a length}."""
+    source, found = open_source(locate(checkpoint).paths[-1]), {}
+    plans = {"hf": plan_export, "gguf": plan_gguf}
+    for one in chosen:
+        changed = copy.copy(source)
+        changed.layers = one.layers
+        for form in forms:
+            try:
+                plans[form](changed, length=length)
+            except UnsupportedError as error:
+                found.setdefault(one.key, f"it cannot be exported: {str(error).rstrip('.')}")
+    return found
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -232,7 +260,6 @@ def make_sweep_of(
 def _reference(arm: ExtensionArm, settings: TrainingSettings) -> str:
     start = settings.checkpoint
     quoted = f"'{start}'" if re.search('[,"]', start) else start
-    stages = settings.stages if arm.length == settings.length else 1
     arguments = {
         "from": quoted,
         "length": arm.length,
@@ -240,7 +267,7 @@ def _reference(arm: ExtensionArm, settings: TrainingSettings) -> str:
         "batch": arm.windows,
         "rate": repr(arm.rate),
         "long": 0,  # the data come by a key of their own
-        "stages": stages,
+        "stages": arm.stages,
         "distill": arm.teacher,
         "name": arm.key,
     }

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pe_lab import storage
-from pe_lab.checkpoints.checkpoint import open_checkpoint, open_source
-from pe_lab.checkpoints.gguf.export import plan_gguf
-from pe_lab.checkpoints.hf_export import plan_export
+from pe_lab.checkpoints.checkpoint import open_checkpoint
 from pe_lab.checkpoints.surgery import write_child
 from pe_lab.data.tokenizers import load_tokenizer, save_tokenizer
-from pe_lab.errors import ConfigError, UnsupportedError, UserError
-from pe_lab.evaluation.targets import locate
-from pe_lab.evaluation.variants import Subject
-from pe_lab.lab.extend.extension import ALWAYS, ANSWER, FORMS, with_scale
-from pe_lab.lab.extend.methods import METHODS, Extension, choose
+from pe_lab.errors import ConfigError, UserError
+from pe_lab.lab.extend.extension import ANSWER, with_scale
+from pe_lab.lab.extend.methods import METHODS
 from pe_lab.storage import AnyPath, read_json
 
 if TYPE_CHECKING:
@@ -38,26 +33,7 @@ def parse_forms(text: str | None) -> tuple[str, ...]:
     return found
 
 
-def not_exportable(plan: ExtensionPlan, subject: Subject, forms: Sequence[str]) -> dict[str, str]:
-    """{key: why a method of the plan cannot be exported in one of the forms}, as far as that is known before."""
-    keys = tuple(dict.fromkeys((*plan.methods, *plan.arms, *ALWAYS, *FORMS)))
-    chosen, _ = choose(keys, Extension(subject, plan.target))
-    source, found = open_source(locate(plan.source).paths[-1]), {}
-    for one in chosen:
-        changed = copy.copy(source)
-        changed.layers = one.layers
-        for form in forms:
-            try:
-                if form == "hf":
-                    plan_export(changed, length=plan.target)
-                else:
-                    plan_gguf(changed, length=plan.target)
-            except UnsupportedError as error:
-                found.setdefault(one.key, str(error))
-    return found
-
-
-def write_best(plan: ExtensionPlan, forms: Sequence[str], show: Callable[[str], None]) -> AnyPath:
+def write_best(plan: ExtensionPlan, show: Callable[[str], None]) -> AnyPath:
     """Writes `best/`, the arm that the answer chooses with the logit scale that fits it, and its exports.
 
     Of several seeds it is the first.
@@ -66,7 +42,7 @@ def write_best(plan: ExtensionPlan, forms: Sequence[str], show: Callable[[str], 
     arm = next(one for one in answer["arms"] if one["variant"] == answer["chosen"])
     run = plan.directory / "arms" / f"{arm['variant']}__seed={plan.seeds[0]}"
     parent = open_checkpoint(str(run))
-    layers = with_scale(parent.layers, arm["scale"], int(parent.metadata["training_length"]), plan.target)
+    layers = with_scale(parent.layers, arm["scales"][0], int(parent.metadata["training_length"]), plan.target)
     to = plan.directory / BEST
     if storage.exists(to):
         storage.remove_tree(to)
@@ -75,7 +51,7 @@ def write_best(plan: ExtensionPlan, forms: Sequence[str], show: Callable[[str], 
     what = f"{METHODS[arm['variant']].name}, the answer of pe_lab.extend at {plan.target:,} tokens"
     write_child(parent, layers, to, what, saved)
     show(f"{to}: {what}")
-    for form in forms:
+    for form in plan.export:
         target = plan.directory / ("best-hf" if form == "hf" else "best.gguf")
         if storage.exists(target):
             storage.remove_tree(target) if target.is_dir() else target.unlink()

@@ -26,7 +26,8 @@ from pe_lab.checkpoints.checkpoint import Checkpoint, open_source
 from pe_lab.config import DataConfig, SourceConfig, to_json
 from pe_lab.data.mixture import open_mixture
 from pe_lab.data.sources import KINDS
-from pe_lab.errors import ConfigError, DataError
+from pe_lab.errors import CheckpointError, ConfigError, DataError, UnsupportedError
+from pe_lab.evaluation.command_line import as_flag
 from pe_lab.evaluation.scoring.forward import Forward, tensor_shards
 from pe_lab.evaluation.suites import parse_suites
 from pe_lab.evaluation.suites.long_range import choose_documents, document_sizes
@@ -39,6 +40,7 @@ from pe_lab.lab.extend.arms import (
     check_documents,
     flops_per_token,
     make_sweep_of,
+    not_exportable,
     plan_arms,
 )
 from pe_lab.lab.extend.methods import (
@@ -50,17 +52,19 @@ from pe_lab.lab.extend.methods import (
     Extension,
     choose,
     layer_costs,
+    rotating_layers,
 )
 from pe_lab.lab.extend.numbers import Numbers, numbers_from_json, numbers_json, over_seeds, suite_numbers
 from pe_lab.lab.extend.page import html_page, markdown
 from pe_lab.lab.extend.screening import Screening, screen
-from pe_lab.lab.extend.search import HISTORY, SearchSettings, search_checkpoint
+from pe_lab.lab.extend.search import HISTORY, SearchSettings, search_checkpoint, search_space
 from pe_lab.lab.sweeps import CellState, Runner, run_sweep
 from pe_lab.lab.sweeps.state import COMPLETE
 from pe_lab.language_model import LanguageModel
 from pe_lab.model import complete
 from pe_lab.positional import Beta, Layer, from_json, text_of
 from pe_lab.results.records import RecordFile, digest, finite
+from pe_lab.results.variants import VARIANTS
 from pe_lab.storage import AnyPath, exists, read_json, write_json
 from pe_lab.terminal import table
 
@@ -90,6 +94,7 @@ class ExtensionPlan:
       directory: of everything.
       left_out: methods that are not trained, since they cannot be exported.
       suites: options of `pe_lab.evaluate` for the suites that measure the arms beside the score; (): none do.
+      export: forms of `best/` beside its own, hf or gguf.
     """
 
     source: str
@@ -106,6 +111,7 @@ class ExtensionPlan:
     directory: AnyPath
     left_out: tuple[str, ...] = ()
     suites: tuple[str, ...] = ()
+    export: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -145,6 +151,10 @@ def check(plan: ExtensionPlan, subject: Subject) -> None:
         raise ConfigError(
             f"--length={plan.target}: the checkpoint was trained on {trained:,} tokens. Give more, such as 4x."
         )
+    if any(layer.scale_at(trained) != 1 for layer in subject.lm.layers):
+        raise ConfigError(
+            f"{subject.path} has a logit scale of its own within its training length, beside which none can be fitted."
+        )
     texts = [one for one in open_mixture(plan.data).sources if one.prepared is not None]
     if plan.training is not None and plan.training.long:
         check_documents(plan.data, plan.target)
@@ -157,6 +167,32 @@ def check(plan: ExtensionPlan, subject: Subject) -> None:
         f"None of {count:,} held-out documents has more than {plan.target:,} tokens; the longest has {longest:,}. Give "
         "--data with longer documents, or a shorter --length."
     )
+
+
+def expected(plan: ExtensionPlan, subject: Subject, keys: Sequence[str]) -> tuple[list[Chosen], dict[str, str]]:
+    """The possible methods of `keys` before anything is measured, and why others are not: {key: reason}.
+
+    Those that need a measurement have layers of the same cost and the same kinds of encodings.
+    """
+    given = Extension(subject, plan.target, layer_costs=dict.fromkeys(rotating_layers(subject), 0.0))
+    if plan.search is not None:
+        space = search_space(subject, plan.target)
+        given = dataclasses.replace(given, searched=space.layers(space.known()["YaRN"], subject.lm.layers))
+    return choose(keys, given)
+
+
+def check_training(plan: ExtensionPlan, subject: Subject) -> None:
+    """Plans the arms that may be trained and makes the configs of their runs, without writing any.
+
+    Raises:
+      ConfigError: the budget is too small for one step, or the directory has runs of the same names that are others.
+      UserError: the config of an arm is wrong; names it.
+    """
+    assert plan.training is not None
+    keys = plan.arms or tuple(key for key in (*ALWAYS, *FORMS) if key not in plan.left_out)
+    arms, _ = plan_arms(expected(plan, subject, keys)[0], subject, plan.training, {})
+    known = [arm for arm in arms if not arm.chosen.method.needs]
+    make_sweep_of(known, plan.training, plan.seeds, plan.directory / "arms")
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -177,8 +213,8 @@ def screen_methods(plan: ExtensionPlan, show: Show) -> Screened:
         search, objective = search_checkpoint(
             subject, plan.data, plan.target, where, plan.search, sequences=plan.search_sequences, show=show
         )
-        forward = flops_per_token(subject, subject.lm.layers, plan.target) / 3
-        flops = len(search.history) * objective.tokens * forward
+        read = {**objective.read_before, plan.target: len(search.history) * objective.tokens}
+        flops = sum(tokens * flops_per_token(subject, subject.lm.layers, n) / 3 for n, tokens in read.items())
         given = dataclasses.replace(given, searched=search.space.layers(search.best.genes, subject.lm.layers))
         show(f"{where / HISTORY}: {len(search.history):,} candidates, {flops:.2e} FLOPs")
     chosen, impossible = choose(keys, given)
@@ -248,11 +284,17 @@ def default_arms(plan: ExtensionPlan, screening: Screening) -> tuple[str, ...]:
 
 def make_arms(plan: ExtensionPlan, subject: Subject, screened: Screened, show: Show) -> list[ExtensionArm]:
     """The arms to train, at equal FLOPs."""
-    assert plan.training is not None
+    if plan.training is None:
+        raise ConfigError("--no-training trains nothing, so that there is nothing to train, to evaluate or to answer.")
     keys = plan.arms or default_arms(plan, screened.screening)
     chosen = screened.chosen(keys)
-    arms, left_out = plan_arms(chosen, subject, plan.training, {SEARCHED: screened.searched_flops})
     reasons = {key: reason for key, reason in screened.impossible.items() if key in keys}
+    # Of layers that the screening has chosen it is known only now.
+    reasons |= (unsaid := not_exportable(plan.source, plan.target, chosen, plan.export))
+    for key in unsaid.keys() & set(plan.arms):
+        raise UnsupportedError(f"--export: {METHODS[key].name}: {unsaid[key]}.")
+    possible = [one for one in chosen if one.key not in unsaid]
+    arms, left_out = plan_arms(possible, subject, plan.training, {SEARCHED: screened.searched_flops})
     for key, reason in {**reasons, **left_out}.items():
         show(f"{METHODS[key].name} is not trained: {reason}.")
     return arms
@@ -286,10 +328,10 @@ def evaluate_arms(plan: ExtensionPlan, show: Show) -> Answer:
     trained_length = subject.training_length
     del subject
     files = sorted((plan.directory / "before" / "long_range.key_tokens").glob("*.json"))
-    options = {**plan.options, "reference": str(files[-1]) if len(files) == 1 else plan.source}
+    options = {"reference": str(files[-1]) if len(files) == 1 else plan.source, **plan.options}
     trained = []
     for arm in arms:
-        of_seeds: list[Numbers] = []
+        of_seeds, scales = [], []
         for seed in plan.seeds:
             run = plan.directory / "arms" / f"{arm.key}__seed={seed}"
             show(f"evaluation of {run.name}")
@@ -297,7 +339,8 @@ def evaluate_arms(plan: ExtensionPlan, show: Show) -> Answer:
             own = Chosen(arm.key, model.lm.layers)
             found = screen(model, plan.data, [own], lengths, run / "evaluation", options)
             of_seeds.append(found.numbers[arm.key])
-        trained.append(Trained(arm, over_seeds(of_seeds), found.scales[arm.key].get(plan.target, 1.0)))
+            scales.append(found.scales[arm.key].get(plan.target, 1.0))
+        trained.append(Trained(arm, over_seeds(of_seeds), tuple(scales)))
     found = make_answer(
         trained, before.numbers[UNCHANGED], screened.screening, plan.target, trained_length, len(plan.seeds)
     )
@@ -311,24 +354,42 @@ def read_answer(plan: ExtensionPlan, subject: Subject) -> Answer:
     if not storage.is_file(file):
         raise DataError(f"'{plan.directory}' has no answer yet. Run the command without --only first.")
     found, screened = read_json(file), read_screened(plan)
+    if found["seeds"] != len(plan.seeds):
+        raise DataError(f"'{file}' is of {found['seeds']} seeds, not of {len(plan.seeds)}. Run --only=evaluate first.")
     of_arms = {one["variant"]: one for one in found["arms"]}
     arms = [arm for arm in make_arms(plan, subject, screened, lambda line: None) if arm.key in of_arms]
     trained = []
     for arm in arms:
         one = of_arms[arm.key]
-        runs = [plan.directory / "arms" / f"{arm.key}__seed={seed}" / "evaluation" for seed in plan.seeds]
-        numbers = numbers_from_json(one["numbers"]) | over_seeds([_of_suites(plan, run) for run in runs])
-        trained.append(Trained(arm, numbers, one["scale"]))
-    before = numbers_from_json(found["before"]) | _of_suites(plan, plan.directory / "before")
+        trained.append(Trained(arm, numbers_from_json(one["numbers"]), tuple(one["scales"])))
+    trained = [
+        dataclasses.replace(one, numbers=dict(one.numbers) | over_seeds(_of_suites(plan, scaled(plan, one))))
+        for one in trained
+    ]
+    (of_suites,) = _of_suites(plan, [(plan.directory / "before", "", VARIANTS[0])])
+    before = numbers_from_json(found["before"]) | of_suites
     return make_answer(trained, before, screened.screening, plan.target, subject.training_length, len(plan.seeds))
 
 
-def _of_suites(plan: ExtensionPlan, directory: AnyPath) -> Numbers:
-    """The scores of the suites that `plan.suites` names, from the records of a run."""
+def scaled(plan: ExtensionPlan, trained: Trained) -> list[tuple[AnyPath, str, str]]:
+    """Of the run of each seed: its directory, its checkpoint, and the text of its layers with the scale that fits."""
+    found = []
+    for seed, scale in zip(plan.seeds, trained.scales, strict=True):
+        run, arm = plan.directory / "arms" / f"{trained.arm.key}__seed={seed}", trained.arm
+        layers = with_scale(arm.chosen.layers, scale, arm.length, plan.target)
+        found.append((run / "evaluation", locate(str(run)).paths[-1], text_of(layers)))
+    return found
+
+
+def _of_suites(plan: ExtensionPlan, runs: Sequence[tuple[AnyPath, str, str]]) -> list[Numbers]:
+    """The scores of the suites that `plan.suites` names, from the records of each run's variant."""
     option = next((one for one in plan.suites if one.startswith("--suite=")), "")
     names = parse_suites(option.removeprefix("--suite=")) if option else ()
-    files = [RecordFile(directory / f"{name}.jsonl") for name in names]
-    return suite_numbers([record for file in files for record in file.records])
+    found = []
+    for directory, _, variant in runs:
+        records = [record for name in names for record in RecordFile(directory / f"{name}.jsonl").records]
+        found.append(suite_numbers([record for record in records if record["variant"] == variant]))
+    return found
 
 
 def suite_commands(plan: ExtensionPlan, subject: Subject) -> list[list[str]]:
@@ -338,21 +399,24 @@ def suite_commands(plan: ExtensionPlan, subject: Subject) -> list[list[str]]:
     answer = read_answer(plan, subject)
     lengths = ",".join(map(str, (*lengths_of(plan, subject), 2 * plan.target)))
     base = ["-m", "pe_lab.evaluate", f"--lengths={lengths}", *plan.suites]
-    found = [[*base, f"--from={plan.source}", f"--out={plan.directory / 'before'}"]]
+    source = locate(plan.source).paths[-1]
+    found = [[*base, f"--from={source}", f"--out={plan.directory / 'before'}", f"--variants={as_flag(VARIANTS[0])}"]]
     for one in answer.trained:
-        for seed in plan.seeds:
-            run = plan.directory / "arms" / f"{one.arm.key}__seed={seed}"
-            layers = with_scale(one.arm.chosen.layers, one.scale, one.arm.length, plan.target)
-            found.append([*base, f"--from={run}", f"--positional={one.arm.chosen.name}:{text_of(layers)}"])
+        for directory, checkpoint, text in scaled(plan, one):
+            positional = f"--positional={one.arm.chosen.name}:{text}"
+            found.append([*base, f"--from={checkpoint}", f"--out={directory}", positional])
     return found
 
 
 def with_scale(layers: Sequence[Layer], scale: float, training_length: int, target: int) -> tuple[Layer, ...]:
-    """The layers with a logit scale that is 1 up to the training length, and `scale` at the target."""
+    """The layers with a logit scale that is 1 up to the training length, and at the target `scale` times theirs."""
     if scale == 1 or target <= training_length:
         return tuple(layers)
-    law = Beta((scale - 1) / math.log(target / training_length), training_length)
-    return tuple(dataclasses.replace(layer, logit_scale=law) for layer in layers)
+
+    def law(layer: Layer) -> Beta:
+        return Beta((scale * layer.scale_at(target) - 1) / math.log(target / training_length), training_length)
+
+    return tuple(dataclasses.replace(layer, logit_scale=law(layer)) for layer in layers)
 
 
 def _final_lengths(plan: ExtensionPlan, subject: Subject, show: Show) -> tuple[int, ...]:
@@ -375,8 +439,6 @@ def load(source: str) -> Subject:
     """The last checkpoint that a path means, with its weights."""
     target = locate(source)
     (subject,) = load_subjects(target, target.paths[-1:])
-    if not subject.checkpoint.metadata.get("training_length"):
-        raise ConfigError(f"'{source}' does not tell its training length: import it with pe_lab.convert first.")
     return subject
 
 
@@ -409,6 +471,10 @@ def described(source: str) -> Subject:
     target = locate(source)
     opened = open_source(target.paths[-1])
     metadata = {**opened.metadata, "training_length": opened.training_length}
+    if not opened.length_given:
+        raise CheckpointError(
+            f"'{source}' does not tell its training length. Write it into config.json, as max_position_embeddings."
+        )
     path = storage.path("--from", target.paths[-1])
     checkpoint = Checkpoint(path, 0, {}, opened.model, opened.layers, metadata, opened.tokenizer)
     return Subject(LanguageModel(checkpoint, opened.layers, None), target.run, target.paths[-1])
@@ -433,32 +499,55 @@ def failed(states: Sequence[CellState]) -> list[CellState]:
 
 
 def check_plan(directory: AnyPath, asked: Mapping[str, Any]) -> None:
-    """Writes what is asked for, or compares it with what the directory has.
+    """Compares what is asked for with what the directory has.
+
+    Methods, arms, seeds and a budget may come later: measurements and runs have their own records of what they are of.
+
+    Args:
+      asked: what all measurements depend on.
 
     Raises:
       ConfigError: the directory has another extension, or other files.
     """
-    file = directory / PLAN
-    if not exists(file):
-        if exists(directory) and any(not child.name.startswith(".") for child in storage.children(directory)):
+    if not exists(directory / PLAN):
+        files = storage.children(directory) if exists(directory) else []
+        if any(not child.name.startswith(".") for child in files):
             raise ConfigError(f"--workdir '{directory}' is not empty and no extension. Choose a new directory.")
-        write_json(file, dict(asked))
         return
-    before = read_json(file)
-    differing = [key for key in asked if before.get(key) != asked[key]]
-    if differing:
+    before = read_json(directory / PLAN)
+    if differing := [key for key in asked if before.get(key) != asked[key]]:
         told = "; ".join(f"{key}: {before.get(key)} there, {asked[key]} here" for key in differing[:4])
         raise ConfigError(f"--workdir '{directory}' is another extension ({told}). Choose another directory.")
 
 
-def write_answer(plan: ExtensionPlan, answer: Answer, screening: Screening) -> AnyPath:
-    """Writes report.html and table.md, and prints the answer; the path of the page."""
-    arms = [one.arm for one in answer.trained]
-    evaluate = f"python -m pe_lab.evaluate --from={plan.source} --suite=long_range,beta --fit-scale"
-    commands = [f"{evaluate} --positional='{arm.chosen.name}:{arm.chosen.text}'" for arm in arms[:1]]
-    if plan.training is not None:
-        sweep = make_sweep_of(arms, plan.training, plan.seeds, plan.directory / "arms")
-        commands += [shlex.join(["python", *cell.command(sweep.directory)[1:]]) for cell in sweep.asked]
+def write_plan(directory: AnyPath, asked: Mapping[str, Any], budget: Mapping[str, Any]) -> None:
+    """Writes what is asked for.
+
+    Args:
+      budget: what a budget in hours is for the first command; see `known_budget`.
+    """
+    before = read_json(directory / PLAN) if exists(directory / PLAN) else {}
+    content = {**asked, "budget": dict(budget) or before.get("budget", {})}
+    if content != before:
+        write_json(directory / PLAN, content)
+
+
+def known_budget(directory: AnyPath, budget: str, runs: int) -> int | None:
+    """The tokens of an arm that the first command found for a budget: the speed of a machine varies."""
+    file = directory / PLAN
+    found = read_json(file).get("budget", {}) if exists(file) else {}
+    return found["tokens"] if (found.get("text"), found.get("runs")) == (budget, runs) else None
+
+
+def write_answer(plan: ExtensionPlan, answer: Answer, screening: Screening, command: str) -> AnyPath:
+    """Writes report.html and table.md, and prints the answer; the path of the page.
+
+    Args:
+      command: the line that made the answer.
+    """
+    assert plan.training is not None
+    sweep = make_sweep_of([one.arm for one in answer.trained], plan.training, plan.seeds, plan.directory / "arms")
+    commands = [command] + [shlex.join(["python", *cell.command(sweep.directory)[1:]]) for cell in sweep.asked]
     files = {
         plan.directory / TABLE: markdown(answer, screening),
         plan.directory / PAGE: html_page(answer, screening, plan.source, commands),

@@ -213,7 +213,7 @@ METHODS: dict[str, Method] = {
 }
 
 
-def parse_methods(text: str | None) -> tuple[str, ...]:
+def parse_methods(text: str | None, option: str = "--methods") -> tuple[str, ...]:
     """The keys of `METHODS` from a comma-separated list; None: all. `ConfigError` for one that there is not."""
     if text is None:
         return tuple(METHODS)
@@ -221,10 +221,10 @@ def parse_methods(text: str | None) -> tuple[str, ...]:
     for item in filter(None, (part.strip() for part in text.split(","))):
         key = item.lower().replace("-", "_").replace(" ", "_")
         if key not in METHODS:
-            raise ConfigError(f"--methods: there is no method '{item}'. {did_you_mean(key, list(METHODS))}")
+            raise ConfigError(f"{option}: there is no method '{item}'. {did_you_mean(key, list(METHODS))}")
         found.append(key)
     if not found:
-        raise ConfigError(f"--methods is empty. Allowed: {', '.join(METHODS)}.")
+        raise ConfigError(f"{option} is empty. Allowed: {', '.join(METHODS)}.")
     return tuple(dict.fromkeys(found))
 
 
@@ -278,6 +278,11 @@ def choose(keys: Sequence[str], given: Extension) -> tuple[list[Chosen], dict[st
     return found, impossible
 
 
+def rotating_layers(subject: Subject) -> list[int]:
+    """The layers whose rotation a method may change."""
+    return [n for n, layer in enumerate(subject.lm.layers) if can_scale(layer, subject.training_length)]
+
+
 def layer_costs(subject: Subject, data: DataConfig, forward: Forward, params: Any) -> dict[int, float]:
     """{layer that rotates: the loss that dropping its encoding alone adds to held-out text, nats}.
 
@@ -285,8 +290,7 @@ def layer_costs(subject: Subject, data: DataConfig, forward: Forward, params: An
     """
     length = min(subject.training_length, COST_TOKENS)
     text = make_objective(("text",), data, subject, forward, params, length, COST_SEQUENCES)
-    layers = subject.lm.layers
-    rotating = [n for n, layer in enumerate(layers) if can_scale(layer, subject.training_length)]
+    layers, rotating = subject.lm.layers, rotating_layers(subject)
     with TokenProgress("cost of each layer", (len(rotating) + 1) * text.tokens) as progress:
         forward.on_tokens = progress.add_up
         losses = text.losses(forward, params, [layers, *(drop([n]).apply(layers) for n in rotating)])[:, 0]

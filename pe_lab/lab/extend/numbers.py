@@ -69,10 +69,18 @@ class Number:
     Attributes:
       mean: as its record has it: over tokens, not over units.
       units: by document or window, or by seed.
+      by_seed: whether units are seeds.
     """
 
     mean: float
     units: tuple[float | None, ...]
+    by_seed: bool = False
+
+    @property
+    def mean_of_units(self) -> float:
+        """What comparisons in pairs are of; `mean` where there are no units."""
+        found = [unit for unit in self.units if unit is not None]
+        return math.fsum(found) / len(found) if found else self.mean
 
 
 Numbers = Mapping[At, Number]
@@ -117,7 +125,7 @@ def over_seeds(seeds: Sequence[Numbers]) -> dict[At, Number]:
         return dict(seeds[0])
     common = [at for at in seeds[0] if all(at in one for one in seeds)]
     means = {at: tuple(one[at].mean for one in seeds) for at in common}
-    return {at: Number(math.fsum(values) / len(values), values) for at, values in means.items()}
+    return {at: Number(math.fsum(values) / len(values), values, by_seed=True) for at, values in means.items()}
 
 
 def difference(one: Number, other: Number, measure: str) -> Difference | None:
@@ -151,14 +159,23 @@ def score_terms(numbers: Sequence[Numbers], length: int) -> tuple[At, ...]:
 
 
 def score(numbers: Numbers, terms: Sequence[At]) -> float:
-    """The sum of the terms, nats; lower is better."""
-    return math.fsum(numbers[at].mean for at in terms)
+    """The sum of the terms, nats; lower is better. Each is the mean over its units, as in a comparison in pairs."""
+    return math.fsum(numbers[at].mean_of_units for at in terms)
 
 
 def score_difference(one: Numbers, other: Numbers, terms: Sequence[At]) -> Difference | None:
-    """The difference of two scores, in pairs; None where a term has no pair."""
+    """The difference of two scores, in pairs; None where a term has no pair.
+
+    The terms of one seed are of one model, and are added before they are compared; documents and windows are different
+    samples.
+    """
     groups = [[a - b for a, b in _pairs(one[at], other[at])] for at in terms]
-    return paired_sum(groups) if groups and all(groups) else None
+    if not groups or not all(groups):
+        return None
+    if all(numbers[at].by_seed for numbers in (one, other) for at in terms):
+        sums = [math.fsum(of_seed) for of_seed in zip(*groups, strict=True)]
+        return paired_t(sums, [0.0] * len(sums))
+    return paired_sum(groups)
 
 
 def interval(number: Number) -> tuple[float, float]:
@@ -204,9 +221,14 @@ def shown_difference(found: Difference | None) -> str:
 
 def numbers_json(numbers: Numbers) -> list[dict[str, Any]]:
     """The numbers as JSON."""
-    return [{**at._asdict(), "mean": one.mean, "units": list(one.units)} for at, one in numbers.items()]
+    return [
+        {**at._asdict(), "mean": one.mean, "units": list(one.units), "by_seed": one.by_seed}
+        for at, one in numbers.items()
+    ]
 
 
 def numbers_from_json(found: Sequence[Mapping[str, Any]]) -> dict[At, Number]:
     """The numbers that `numbers_json` wrote."""
-    return {At(one["measure"], one["length"]): Number(one["mean"], tuple(one["units"])) for one in found}
+    return {
+        At(one["measure"], one["length"]): Number(one["mean"], tuple(one["units"]), one["by_seed"]) for one in found
+    }

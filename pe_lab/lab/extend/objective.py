@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -54,10 +55,12 @@ class Objective:
     Attributes:
       parts: their names say what counts.
       length: of all sequences, in tokens.
+      read_before: {length: tokens of sequences of it that were read to find the targets}.
     """
 
     parts: tuple[ObjectivePart, ...]
     length: int
+    read_before: Mapping[int, int]
 
     @property
     def tokens(self) -> int:
@@ -114,13 +117,16 @@ def make_objective(
     for name in names:
         if name not in OBJECTIVES:
             raise ConfigError(f"--objective: there is no '{name}'. {did_you_mean(name, list(OBJECTIVES))}")
-    layers = subject.lm.layers
+    layers, read = subject.lm.layers, collections.Counter[int]()
 
     def losses(windows: Int32[np.ndarray, "n W"]) -> Float32[np.ndarray, "n T"]:
-        return forward.losses(params, {"tokens": windows[:, :-1], "targets": windows[:, 1:]}, layers)
+        tokens = windows[:, :-1]
+        read[tokens.shape[1]] += tokens.size
+        return forward.losses(params, {"tokens": tokens, "targets": windows[:, 1:]}, layers)
 
-    opened = _Opened(data, subject.training_length, losses, length, sequences, not names, show, subject.id, kept)
-    return Objective(tuple(OBJECTIVES[name](opened) for name in names or default_objective(data, length)), length)
+    opened = _Opened(data, subject.training_length, losses, length, sequences, not names, show, subject.id, kept, read)
+    parts = tuple(OBJECTIVES[name](opened) for name in names or default_objective(data, length))
+    return Objective(parts, length, read)
 
 
 def default_objective(data: DataConfig, length: int) -> tuple[str, ...]:
@@ -143,6 +149,7 @@ class _Opened:
     show: Callable[[str], None]
     reference: str  # the id of the checkpoint that finds far tokens
     kept: AnyPath | None
+    read: collections.Counter[int]
 
     def texts(self) -> list[MixtureSource]:
         """The sources that hold out text."""
@@ -176,13 +183,14 @@ def _text(opened: _Opened) -> ObjectivePart:
 def _long_range(opened: _Opened) -> ObjectivePart:
     documents, short = _documents(opened), default_short(opened.training_length)
     about = {"reference": opened.reference, "documents": digest(documents.tolist(), 24), "short": short}
-    found = _read_far(opened.kept, about)
+    found = _read_far(opened, about)
     for n, document in enumerate(documents[len(found) :], len(found) + 1):
         opened.show(f"document {n} of {len(documents)}: which tokens need a far context")
         reach, stride = opened.training_length + 1, max(1, short // 4)
         found.append(key_tokens(document, opened.losses, reach, short, stride).tolist())
         if opened.kept is not None:
-            write_json(opened.kept, {**about, "positions": found})
+            read = {str(length): tokens for length, tokens in opened.read.items()}
+            write_json(opened.kept, {**about, "positions": found, "read": read})
     weights = np.zeros((len(documents), opened.length), np.float32)
     for counted, positions in zip(weights, found, strict=True):
         counted[np.array(positions, int) - 1] = 1
@@ -196,12 +204,15 @@ def _long_range(opened: _Opened) -> ObjectivePart:
     return _part("long_range", documents, weights)
 
 
-def _read_far(kept: AnyPath | None, about: Mapping[str, Any]) -> list[list[int]]:
-    """The positions of far tokens in the documents that were looked through before."""
-    if kept is None or not is_file(kept):
+def _read_far(opened: _Opened, about: Mapping[str, Any]) -> list[list[int]]:
+    """The positions of far tokens in the documents that were looked through before, whose cost it adds."""
+    if opened.kept is None or not is_file(opened.kept):
         return []
-    found = read_json(kept)
-    return found["positions"] if {key: found.get(key) for key in about} == about else []
+    found = read_json(opened.kept)
+    if {key: found.get(key) for key in about} != about:
+        return []
+    opened.read.update({int(length): tokens for length, tokens in found["read"].items()})
+    return found["positions"]
 
 
 def _needles(opened: _Opened) -> ObjectivePart:

@@ -97,7 +97,7 @@ def _screened(screening: Screening) -> Markup:
     return element(
         "section",
         element("h2", "Without training"),
-        note("Every method has the logit scale β that fits other held-out text best at that length."),
+        note("Every method has the logit scale β that fits held-out text best at that length."),
         plain_table("Methods", header, rows, words=header[:1]),
         element("div", [line_charts(chart) for chart in charts], class_="grid", style="margin-top:18px"),
     )
@@ -137,7 +137,11 @@ def curves(
 def _how_to_read(answer: Answer) -> Markup:
     terms = " and ".join(measure_of(at.measure).title for at in answer.terms)
     rows = [
-        ("score", f"The sum of {terms}, at {answer.target:,} tokens; methods are ranked by it, in nats."),
+        (
+            "score",
+            f"The sum of {terms}, at {answer.target:,} tokens, in nats; methods are ranked by it. Each is the mean over "
+            "documents and windows, or over seeds; columns are means over tokens.",
+        ),
         (
             "loss on far tokens",
             "On tokens of long held-out documents whose loss falls by more than 2 nats, to less than 2, when the "
