@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--fit-scale",
         action="store_true",
-        help="give each --positional the logit scale that fits other held-out text best, at each length (suite beta)",
+        help="give each --positional the logit scale that fits held-out text best, at each length (suite beta)",
     )
     add(
         "--seed",

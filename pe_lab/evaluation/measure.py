@@ -51,7 +51,7 @@ class EvaluationPlan:
       options: of the suites, by name.
       seed: of what suites draw.
       again: whether existing records are measured again.
-      fit_scale: whether descriptions have the logit scale that fits other held-out text best, at each length.
+      fit_scale: whether descriptions have the logit scale that fits held-out text best, at each length.
     """
 
     lengths: tuple[int, ...]

@@ -2,7 +2,10 @@
 
 import hashlib
 import json
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -116,6 +119,9 @@ def test_what_is_missing_is_named(directory, tmp_path):
     file.write_text('{"question": "a", "context": "b"}\n')
     with pytest.raises(UserError, match="the record of sample 0 for 8,192 tokens in .* is damaged .KeyError"):
         one(tmp_path, "json_kv").samples(ByteTokenizer(), 8192, 3, 42)[0]
+    file.write_text('{"question": "a", "context": "b", "demos": [], "answer": []}\n')
+    with pytest.raises(UserError, match="the record of sample 0 .* is damaged .ValueError.'no answer'"):
+        one(tmp_path, "json_kv").samples(ByteTokenizer(), 8192, 3, 42)[0]
     write_helmet(tmp_path)
     file = tmp_path / "data/kilt/popqa_test_1000_k50_dep6.jsonl"
     file.write_text(file.read_text().replace("s_pop", "pop"))
@@ -136,6 +142,35 @@ def test_changed_files_are_other_results(directory, tmp_path):
     file = tmp_path / "data/json_kv/test_k105_dep6.jsonl"
     file.write_text(file.read_text().replace("depth", "Depth"))
     assert one(tmp_path, "json_kv").settings != before
+
+
+def test_results_of_other_numbers_of_questions_are_others_where_these_choose_the_questions(directory):
+    """HELMET draws questions of rag and texts of icl together: the first of two is not the first of three."""
+
+    def opened(name, count):
+        (task,) = SUITE.open([name], HelmetSettings(str(directory), samples=count))
+        return task, [sample.text for sample in task.samples(ByteTokenizer(), 8192, count, 42)]
+
+    for name in TASKS:
+        (few, texts), (more, others) = opened(name, 1), opened(name, 2)
+        assert texts == others[: len(texts)] or few.settings != more.settings
+        assert (few.settings != more.settings) == (name not in GROUPS["recall"])
+    assert opened("nq", 1)[1] != opened("nq", 2)[1][:3]
+    (default,) = SUITE.open(["nq"], HelmetSettings(str(directory)))
+    assert default.settings["samples"] == 100
+
+
+def test_the_order_of_files_is_that_of_every_process(directory):
+    """1 s each."""
+    code = (
+        "import sys; from pe_lab.evaluation.suites.helmet import SUITE, HelmetSettings; "
+        "print(SUITE.open(['banking77'], HelmetSettings(sys.argv[1]))[0].settings)"
+    )
+    found = set()
+    for seed in "123":
+        line, environment = [sys.executable, "-c", code, str(directory)], {**os.environ, "PYTHONHASHSEED": seed}
+        found.add(subprocess.run(line, env=environment, capture_output=True, check=True).stdout)
+    assert len(found) == 1
 
 
 def test_it_is_measured_in_training(directory, monkeypatch):

@@ -46,7 +46,7 @@ def documents(name: str) -> list[dict[str, Any]]:
 def measured(lm: LanguageModel, names: Sequence[str], folder: Path, limit: int | None = None, **settings: Any) -> list:
     """The metrics of a model on tasks of a folder, on one device."""
     model = PeLabLM(lm, devices=tiny.one_device(), **settings)
-    manager, opened = open_tasks(expand_tasks(names), folder)
+    manager, opened, _ = open_tasks(expand_tasks(names), folder)
     records = [record for loaded in opened.values() for record in measure(model, manager, loaded, limit)[0]]
     return [
         {**record, "task": record["source"], "metric": name, "score": score, "stderr": record["stderrs"][name]}

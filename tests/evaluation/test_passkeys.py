@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 import tiny
+import tokenizers
 
-from pe_lab.data.tokenizers import ByteTokenizer
+from pe_lab.data.tokenizers import ByteTokenizer, load_tokenizer
 from pe_lab.errors import UserError
 from pe_lab.evaluation.measure import Evaluation, EvaluationPlan
 from pe_lab.evaluation.scoring.forward import Forward
@@ -38,6 +39,25 @@ def test_every_answer_is_the_number_of_the_needle_at_its_depth(asked):
             sentence = f"One of the special magic numbers for {key} is: {value}."
             assert text.index(sentence) == int(depth[q] * len(tokens)) + 1
             assert text.count(value) == 2
+
+
+def test_the_tokens_of_an_answer_are_those_of_its_needle(tmp_path):
+    """A tokenizer as Llama 2's begins each text with a space of its own."""
+    letters = {letter: n for n, letter in enumerate(["\u2581", "\n", *map(chr, range(33, 127)), "\u2581\u2581"])}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(letters, [("\u2581", "\u2581")]))
+    spaces = [tokenizers.normalizers.Prepend("\u2581"), tokenizers.normalizers.Replace(" ", "\u2581")]
+    made.normalizer = tokenizers.normalizers.Sequence(spaces)
+    made.add_special_tokens(["</s>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(f"hf:{tmp_path}")
+    assert tokenizer.encode_prompt(" 4", add_special_tokens=False).tolist() == [letters["\u2581\u2581"], letters["4"]]
+    asked = passkeys.passkey_sequences(tokenizer.encode_prompt("abc " * 400)[:1024][None], 4, tokenizer, seed=1)
+    for q in range(4):
+        answer = asked.answers[0][asked.question[0] == q].tolist()
+        needle = asked.tokens[0][int(asked.depth[0][q] * 1024) :].tolist()
+        assert len(answer) == 7 and any(needle[n : n + 7] == answer for n in range(100))
+        before = asked.at[0][asked.question[0] == q][0]
+        assert asked.tokens[0][before] == letters["\u2581"]
 
 
 def test_an_answer_with_one_wrong_token_is_wrong(asked):

@@ -70,11 +70,12 @@ class Harness:
         }
         self._make_model = adapter()
         data = LocalDatasets(settings.lm_eval_data)
-        self._manager, self._tasks = open_tasks(names, include, data)
-        shared["datasets"] = data.digest()
+        self._manager, self._tasks, digests = open_tasks(names, include, data)
         self._directory, self._again = directory, again
         self._measurements = [
-            HarnessMeasurement(variant, name, max_length, shared, directory, settings.truncation)
+            HarnessMeasurement(
+                variant, name, max_length, {**shared, "datasets": digests[name]}, directory, settings.truncation
+            )
             for variant in variants
             for name in names
         ]

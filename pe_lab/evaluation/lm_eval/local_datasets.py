@@ -8,6 +8,7 @@ authors'; BABILong's import transformers, and take a length from metadata.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import json
@@ -77,7 +78,7 @@ class LocalDatasets:
     """The datasets of a folder, as the hub has them: DIR/OWNER/NAME each.
 
     Attributes:
-      used: the folders that tasks were opened from, by the dataset's name.
+      used: the folders that the last task was opened from, by the dataset's name.
 
     Raises:
       ConfigError: there is no such folder.
@@ -89,6 +90,7 @@ class LocalDatasets:
             raise ConfigError(f"--lm-eval-data={folder}: there is no such folder. It holds OWNER/NAME of each dataset.")
         self.used: dict[str, Path] = {}
         self._records: dict[Path, list[dict[str, Any]]] = {}
+        self._digest = functools.cache(_digest)
 
     def find(self, *names: str) -> Path | None:
         """The folder of the first of these datasets that is there."""
@@ -99,14 +101,10 @@ class LocalDatasets:
         return None
 
     def digest(self) -> str | None:
-        """A digest of all files of the datasets that were opened; None without any."""
+        """A digest of all files of the datasets in `used`; None without any."""
         whole = hashlib.sha256()
         for name, folder in sorted(self.used.items()):
-            for path in sorted(folder.rglob("*")):
-                inside = path.relative_to(folder)
-                if path.is_file() and not any(part.startswith(".") for part in inside.parts):
-                    with path.open("rb") as file:
-                        whole.update(f"{name}/{inside}:{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+            whole.update(f"{name}:{self._digest(folder)}\n".encode())
         return whole.hexdigest()[:16] if self.used else None
 
     @contextlib.contextmanager
@@ -168,6 +166,17 @@ class LocalDatasets:
         if not chosen:
             raise DataError(f"{path} has no record of {sub_domain!r}")
         return DatasetDict({"train": Dataset.from_list(chosen)})
+
+
+def _digest(folder: Path) -> str:
+    """A digest of all files of a folder but hidden ones."""
+    whole = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        inside = path.relative_to(folder)
+        if path.is_file() and not any(part.startswith(".") for part in inside.parts):
+            with path.open("rb") as file:
+                whole.update(f"{inside}:{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return whole.hexdigest()
 
 
 def _longbench_2_records(path: Path) -> list[dict[str, Any]]:

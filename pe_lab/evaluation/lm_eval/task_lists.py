@@ -68,8 +68,8 @@ def expand_tasks(names: Sequence[str]) -> list[str]:
 
 def open_tasks(
     names: Sequence[str], include_path: str | Path | None = None, data: LocalDatasets | None = None
-) -> tuple[Any, dict[str, list[Any]]]:
-    """The harness's task manager, and the tasks and groups with their data, by name.
+) -> tuple[Any, dict[str, list[Any]], dict[str, str | None]]:
+    """The harness's task manager, the tasks and groups with their data, and the digest of local data, by name.
 
     Args:
       names: of tasks, groups or tags of the harness; of BABILong with a length, such as babilong_qa1@4k.
@@ -89,8 +89,11 @@ def open_tasks(
             raise ConfigError(
                 f"lm-evaluation-harness has no task '{name}'{also}. {_nearest(name, [*known, *TASK_LISTS])}"
             )
-    data = data or LocalDatasets()
-    return manager, {name: _open(manager, task, data, length) for name, (task, length) in tasks.items()}
+    data, opened, digests = data or LocalDatasets(), {}, {}
+    for name, (task, length) in tasks.items():
+        data.used = {}
+        opened[name], digests[name] = _open(manager, task, data, length), data.digest()
+    return manager, opened, digests
 
 
 def harness_version() -> str:

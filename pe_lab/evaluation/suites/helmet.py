@@ -64,21 +64,26 @@ class HelmetTask:
     A prompt beyond the length without its answer loses the end of its context (documents, or solved examples), as in
     the original, whose prompt may then still be some tokens too long where tokens were joined: here more is cut.
 
-    `directory` has HELMET's files; `chat`: whether prompts are in the tokenizer's chat format.
+    Args:
+      directory: of HELMET's files.
+      chat: whether prompts are in the tokenizer's chat format.
+      count: how many samples are asked for, on which the choice of each may depend.
     """
 
     suite = "helmet"
     sized = True
     rules: HelmetRules
+    drawn_together = False  # whether sample i depends on how many there are
 
-    def __init__(self, name: str, directory: Path, chat: bool = False):
+    def __init__(self, name: str, directory: Path, chat: bool = False, count: int | None = None):
         self.name, self.directory, self.chat = name, directory, chat
         self.metric = self.rules.metric
         there = [path for path in self.files() if path.is_file()]
         if not there:
             raise DataError(f"{directory} has no {self.missing()}. {self.advice()}")
         contents = [[str(path.relative_to(directory)), _fingerprint(path)] for path in there]
-        self.settings: Mapping[str, Any] = {"data": contents, "chat": chat}
+        drawn = {"samples": count} if self.drawn_together else {}
+        self.settings: Mapping[str, Any] = {"data": contents, "chat": chat, **drawn}
 
     def files(self) -> list[Path]:
         """The files of all lengths, which may or may not be there."""
@@ -115,6 +120,8 @@ class HelmetTask:
         def sample(index: int) -> Sample:
             with self._damaged(f"the record of sample {index} for {length:,} tokens"):
                 example = make(index)
+                if not example.answers:
+                    raise ValueError("no answer")
             return self._sample(tokenizer, index, length, example)
 
         return Lazy(sample, number)
@@ -178,7 +185,7 @@ class HelmetTask:
 class HelmetNiah(HelmetTask):
     """RULER's needles, in files that RULER's scripts made, with the prompts of HELMET."""
 
-    def __init__(self, name: str, directory: Path, chat: bool = False):
+    def __init__(self, name: str, directory: Path, chat: bool = False, count: int | None = None):
         self._folder, new_tokens, several = NIAH[name]
         some, is_ = ("Some", "are") if several else ("A", "is")
         what = "are all the" if several else "is the"
@@ -190,7 +197,7 @@ class HelmetNiah(HelmetTask):
             "recall",
             new_tokens,
         )
-        super().__init__(name, directory, chat)
+        super().__init__(name, directory, chat, count)
 
     def files(self) -> list[Path]:
         return [self.directory / "ruler" / self._folder / f"validation_{length}.jsonl" for length in LENGTHS]
@@ -248,11 +255,12 @@ class HelmetRag(HelmetTask):
         20,
         one_line=True,
     )
+    drawn_together = True
     _passages = (50, 105, 220, 440, 1000)
 
-    def __init__(self, name: str, directory: Path, chat: bool = False):
+    def __init__(self, name: str, directory: Path, chat: bool = False, count: int | None = None):
         self._test, self._demos, self._popularity = RAG[name]
-        super().__init__(name, directory, chat)
+        super().__init__(name, directory, chat, count)
 
     def files(self) -> list[Path]:
         names = [self._test.format(passages) for passages in self._passages]
@@ -310,13 +318,19 @@ class HelmetIcl(HelmetTask):
         one_line=True,
     )
 
-    def __init__(self, name: str, directory: Path, chat: bool = False):
+    drawn_together = True
+
+    def __init__(self, name: str, directory: Path, chat: bool = False, count: int | None = None):
         self._about = ICL[name]
-        super().__init__(name, directory, chat)
+        super().__init__(name, directory, chat, count)
 
     def files(self) -> list[Path]:
         folder = self.directory / self._about.dataset
-        return [path for split in {"train", self._about.test} for path in _split_files(folder, self._about, split)]
+        return [
+            path
+            for split in dict.fromkeys(("train", self._about.test))
+            for path in _split_files(folder, self._about, split)
+        ]
 
     def missing(self) -> str:
         return f"{self._about.dataset} with parquet files of its splits"
@@ -562,7 +576,8 @@ class Helmet(PromptSuite):
             raise DataError(f"--helmet={directory}: there is no such directory. {ADVICE}")
         directory = directory / "data" if (directory / "data").is_dir() else directory
         wanted = dict.fromkeys(task for name in names or GROUPS for task in GROUPS.get(name, (name,)))
-        return [TASKS[name](name, directory, settings.chat) for name in wanted]
+        counts = {name: settings.samples or self.samples[name] for name in wanted}
+        return [TASKS[name](name, directory, settings.chat, count) for name, count in counts.items()]
 
 
 SUITE = Helmet()

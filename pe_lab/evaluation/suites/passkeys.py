@@ -74,12 +74,16 @@ def _hide(
     values = distinct(lambda: draw("numbers", rng), count)
     hidden = [encode(f"\n{needle('numbers', *one)}\n") for one in zip(keys, values, strict=True)]
     asked = rng.sample(range(count), count)
-    end, question = list[int](), list[int]()
-    for n, one in enumerate(asked):
-        before = encode(f"\nThe special magic number for {keys[one]} mentioned in the text is:")
-        value, after = encode(f" {values[one]}"), encode(".")
-        end += [*before, *value, *after]
-        question += [-1] * len(before) + [n] * len(value) + [-1] * len(after)
+    questions, spans = "", []
+    for one in asked:
+        questions += f"\nThe special magic number for {keys[one]} mentioned in the text is: "
+        spans.append((len(questions), len(questions) + len(values[one])))
+        questions += f"{values[one]}."
+    # In one piece: a tokenizer may join a value to the space before it, or begin every piece with a space.
+    end, offsets = tokenizer.encode_with_offsets(questions)
+    question = np.full(len(end), -1)
+    for n, (start, stop) in enumerate(spans):
+        question[(offsets[:, 1] > start) & (offsets[:, 0] < stop)] = n
     filler = len(text) - len(end) - sum(map(len, hidden))
     if filler < 0:
         raise ConfigError(
@@ -93,10 +97,10 @@ def _hide(
         starts.append(len(tokens))
         tokens += one
         done = place
-    tokens += [*text[done:filler].tolist(), *end]
-    found = np.flatnonzero(np.array(question) >= 0)
+    tokens += [*text[done:filler].tolist(), *end.tolist()]
+    found = np.flatnonzero(question >= 0)
     first = len(text) - len(end)
-    return np.array(tokens, np.int32), first + found - 1, np.array(question)[found], np.array(starts)[asked] / len(text)
+    return np.array(tokens, np.int32), first + found - 1, question[found], np.array(starts)[asked] / len(text)
 
 
 def score(

@@ -139,8 +139,8 @@ def _how_to_read(answer: Answer) -> Markup:
     rows = [
         (
             "score",
-            f"The sum of {terms}, at {answer.target:,} tokens, in nats; methods are ranked by it. Each is the mean over "
-            "documents and windows, or over seeds; columns are means over tokens.",
+            f"The sum of {terms}, at {answer.target:,} tokens, in nats, by which methods are ranked. Each is the mean "
+            "over documents and windows, or over seeds; columns are means over tokens.",
         ),
         (
             "loss on far tokens",
