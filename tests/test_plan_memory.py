@@ -158,6 +158,23 @@ def test_a_sequence_that_is_too_long_is_divided(accumulate, more):
     assert step_advice(plan, plan.phases[0], None) == f"Try --config.mesh.context=2 --config.mesh.fsdp=2{more}."
 
 
+def test_what_a_context_axis_takes_is_of_the_fsdp_that_is_named_with_it():
+    """Weights and sequences are too large: each change alone leaves the other."""
+    long = {"phases.0.sequence_length": 2**15, "phases.0.batch_size": 4, "model.remat": "full", "mesh.fsdp": 1}
+    long["model.loss_chunks"] = 64
+
+    def gib(fsdp, context):
+        changes = {"mesh.fsdp": fsdp, "mesh.context": context, "phases.0.accumulate": context}
+        return planned(80, **{**long, **changes}).phases[0].memory.total / GIB
+
+    both = gib(2, 2)
+    assert both < min(gib(4, 1), gib(1, 4)) < gib(1, 1)
+    plan = planned(1.01 * both, **long)
+    assert step_advice(plan, plan.phases[0], None) == (
+        "Try --config.mesh.fsdp=2 --config.mesh.context=2 --config.phases.0.accumulate=2."
+    )
+
+
 @pytest.mark.slow
 def test_advice_without_a_way_out_and_by_what_the_compiler_found():
     plan = planned(0.5)

@@ -155,7 +155,10 @@ def reasons_against(name: str, request: AttentionRequest) -> list[str]:
     one = IMPLEMENTATIONS[name]
     reasons = refusals(one.capabilities, request)
     if request.partial and one.partial is None:
-        reasons.append("gives no partial results, from which KV caches and sequences on several devices are merged")
+        ring = "; mesh.context_attention=ulysses needs none, where heads divide" if request.context is not None else ""
+        reasons.append(
+            f"gives no partial results, from which KV caches and sequences on several devices are merged{ring}"
+        )
     if request.partial and "logit functions" in request.needs:
         reasons.append("has no logit functions for a sequence on several devices")
     # What another machine has installed is not known here.

@@ -69,6 +69,9 @@ class LiveEvaluation:
             if not isinstance(SUITES[name], TokenSuite | PromptSuite):
                 raise ConfigError(f"The suite {name} is not measured in training: evaluate a checkpoint.")
         scored = None if suites is None else tuple(name for name in suites if isinstance(SUITES[name], TokenSuite))
+        for name in scored or ():
+            if reason := SUITES[name].impossible_in_training(read_settings(SUITES[name], options or {})):
+                raise ConfigError(f"The suite {name} is not measured in training: {reason}.")
         names = tuple(variants) or ("as trained",)
         self._plan = EvaluationPlan(tuple(lengths), scored, names, options=options or {}, seed=seed or 0)
         asked = {name: tasks for name, tasks in (suites or {}).items() if name not in scored}

@@ -83,7 +83,7 @@ class EvaluationSession:
 
         def fits(name: str) -> bool:
             variant = getattr(SUITES[name], "fits", None)
-            return variant is None or variant in possible
+            return variant is None or variant in possible or self.arguments.fit_scale
 
         suites = self.suites and {name: tasks for name, tasks in self.suites.items() if fits(name)}
         names = self.names and tuple(name for name in self.names if name in possible)
@@ -130,6 +130,8 @@ class EvaluationSession:
     def plan(self) -> EvaluationPlan:
         """What to measure, of the command line, and where it says nothing of the checkpoint's config."""
         arguments, config = self.arguments, self._config
+        if arguments.fit_scale and not arguments.positional:
+            raise ConfigError("--fit-scale is for the encodings of --positional. Name one, or the suite beta.")
         text = arguments.lengths or ",".join(f"{factor}x" for factor in config.factors)
         lengths = parse_lengths(text, self.subjects[0].training_length)
         default = self.suites is None and not config.suites
@@ -178,7 +180,8 @@ class EvaluationSession:
             meant = {name for subject in self.subjects for name in subject.default_variants}
             names = tuple(name for name in VARIANTS if name in meant and (fitted or name != "beta"))
         fits = RecordFile(self.out / "beta.jsonl").records if self.arguments.fit_scale else None
-        return all_variants(self.subjects, names, self.arguments.positional, self.arguments.attention, fits)
+        longest = None if None in self.limits else max(filter(None, self.limits))
+        return all_variants(self.subjects, names, self.arguments.positional, self.arguments.attention, fits, longest)
 
 
 def _read(config: dict[str, object], subject: Subject) -> Config:

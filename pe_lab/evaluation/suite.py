@@ -123,6 +123,10 @@ class TokenSuite(Suite):
         """Why it cannot be measured here, as the end of a sentence; "" if it can."""
         return "" if self.sources(evaluation) else "its data has no source for it"
 
+    def impossible_in_training(self, settings: Any) -> str:
+        """Why a run cannot measure it again and again; "" if it can."""
+        return ""
+
     def sources(self, evaluation: Evaluation) -> Sequence[int | None]:
         """The data sources that it is measured on, by their numbers; None: on no one of them."""
         return evaluation.text_sources

@@ -225,6 +225,7 @@ def all_variants(
     descriptions: Sequence[str],
     attention: str | None = None,
     fits: Sequence[Record] | None = None,
+    longest: int | None = None,
 ) -> list[Variant]:
     """The variants of several checkpoints, for suites that generate; see `variants_of`.
 
@@ -232,6 +233,7 @@ def all_variants(
       names: None: as trained; none where there are descriptions.
       attention: the implementation of attention, instead of the checkpoints' own.
       fits: records of the suite `beta`, which give descriptions their fitted scale; None: descriptions have none.
+      longest: of the sequences to come; up to the training length no scale is needed. None: any length.
 
     Raises:
       ConfigError: a variant is possible for none of the checkpoints.
@@ -244,6 +246,8 @@ def all_variants(
 
     def fitted_scale(variant: Variant) -> Callable[[int], float] | None:
         if variant.described is not None:
+            if longest is not None and longest <= variant.training_length:
+                return unscaled
             return recorded_scale(variant, fits or ())
         own = read_logit_scale(variant.subject.checkpoint)
         return None if own is None else own.at
@@ -259,12 +263,19 @@ def all_variants(
 
 
 def recorded_scale(variant: Variant, fits: Sequence[Record]) -> Callable[[int], float] | None:
-    """The logit scale that records of the suite `beta` give a variant: of a length that was fitted, or by their law."""
+    """The logit scale that records of the suite `beta` give a variant: of a length that was fitted, or by their law.
+
+    They are those of the last fit's text.
+    """
+    from pe_lab.evaluation.suites.logit_scale import common_coefficient  # which imports this module
+
     mine = [one for one in fits if one.get("checkpoint_id") == variant.subject.id and one["variant"] == variant.name]
+    mine = [one for one in mine if one["settings"]["data"] == mine[-1]["settings"]["data"]]
     if not mine:
         return None
     fitted = {int(one["length"]): float(one["beta"]) for one in mine}
-    law = Beta(float(mine[0]["c_all_lengths"]), variant.training_length)
+    c = common_coefficient([*fitted.values()], [length / variant.training_length for length in fitted])
+    law = Beta(c or 0.0, variant.training_length)
     return lambda length: fitted.get(length, law.at(length))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -254,14 +254,14 @@ def step_advice(plan: Plan, phase: PhaseNumbers, needed: int | None) -> str:
         return " ".join(f"--config.{key}={value}" for key, value in changes.items())
 
     found = []
-    for changes in _settings(plan, phase):
+    for changes in _settings(plan, phase, {}):
         if (change := first_fitting(changes, {})) is not None:
             where = f" (phase '{phase.plan.name}')" if any(key.startswith("phases.") for key in change) else ""
             found.append(flags(change) + where)
     if found:
         return "Try " + ", or ".join(found) + "."
     together: dict[str, Any] = {}
-    for changes in _settings(plan, phase):
+    for changes in _settings(plan, phase, together):
         change = first_fitting(changes, together)
         if changes:
             together |= changes[-1] if change is None else change
@@ -270,8 +270,11 @@ def step_advice(plan: Plan, phase: PhaseNumbers, needed: int | None) -> str:
     return "Use more chips."
 
 
-def _settings(plan: Plan, phase: PhaseNumbers) -> Iterator[list[dict[str, Any]]]:
-    """Changes of the recipe that reduce the memory of a step: of one kind after the other, in descending need."""
+def _settings(plan: Plan, phase: PhaseNumbers, others: Mapping[str, Any]) -> Iterator[list[dict[str, Any]]]:
+    """Changes of the recipe that reduce the memory of a step: of one kind after the other, in descending need.
+
+    `others`: what is changed besides, at the time when a kind is asked for.
+    """
     model, mesh, config = phase.model.config, plan.mesh_shape, phase.plan.config
     remats = ["none", "dots_attention", "dots", "full"]
     at = remats.index(model.remat) if model.remat in remats else len(remats)
@@ -283,14 +286,17 @@ def _settings(plan: Plan, phase: PhaseNumbers) -> Iterator[list[dict[str, Any]]]
     steps = [config.accumulate * n for n in range(2, each + 1) if each % n == 0]
     key = f"phases.{phase.plan.index}.accumulate"
     yield [{key: n} for n in steps]
-    if each == 1:  # a context axis divides the sequence: it takes devices of data, and then of fsdp
+    accumulate, fsdp = others.get(key, config.accumulate), others.get("mesh.fsdp", mesh["fsdp"])
+    shards = shards * mesh["fsdp"] // fsdp
+    # With one sequence a device, a context axis divides it: it takes devices of data, and then of fsdp.
+    if config.batch_size // accumulate == mesh["data"] * mesh["fsdp"]:
         chosen = plan.config.phases[phase.plan.index].accumulate == "auto"
-        taken = {n: n // math.gcd(n, shards) for n in range(2, shards * mesh["fsdp"] + 1)}
+        taken = {n: n // math.gcd(n, shards) for n in range(2, shards * fsdp + 1)}
         yield [
-            {"mesh.context": mesh["context"] * n, "mesh.fsdp": mesh["fsdp"] // of_fsdp}
-            | ({} if chosen else {key: config.accumulate * n})
+            {"mesh.context": mesh["context"] * n, "mesh.fsdp": fsdp // of_fsdp}
+            | ({} if chosen else {key: accumulate * n})
             for n, of_fsdp in taken.items()
-            if mesh["fsdp"] % of_fsdp == 0
+            if fsdp % of_fsdp == 0
         ]
 
 

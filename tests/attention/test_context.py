@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from pe_lab.attention import LayerEncoding, attention
+from pe_lab.attention.capabilities import AttentionRequest
 from pe_lab.attention.context import context_attention, sent
+from pe_lab.attention.dispatch import choose
 from pe_lab.config import MeshConfig
 from pe_lab.errors import UnsupportedError
 from pe_lab.parallel import AxisRules, make_mesh, use_mesh
@@ -41,6 +43,12 @@ def test_what_a_ring_alone_can_do_has_one():
     assert shared.name == "ring" and "context' and 4 of 'tensor'" in shared.reason
     assert "position bias has all heads" in chosen((16, 2, 64), needs={"position bias"}, context=4).reason
     assert chosen((16, 16, 64), asked="ring", context=4).name == "ring"
+    ring = chosen((32, 1, 128), context=8)
+    request = AttentionRequest(frozenset(), "tpu", None, 128, "bfloat16", 4096, True, partial=True, context=ring)
+    with pytest.raises(
+        UnsupportedError, match="'splash' gives no partial .*; mesh.context_attention=ulysses needs none"
+    ):
+        choose("splash", request)
     for needs, heads in ((set(), 14), ({"logit functions"}, 16)):
         with pytest.raises(UnsupportedError, match="mesh.context_attention is 'ulysses', and .*Use ring, or auto"):
             chosen((heads, 2, 64), needs=needs, asked="ulysses", context=4)

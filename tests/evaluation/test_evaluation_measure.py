@@ -176,8 +176,15 @@ def test_descriptions_get_a_scale_of_their_own(data, tmp_path):
     fit = fits["yarn:factor=2 + beta"]
     assert variant.beta_at(32) == fit["beta"] and variant.beta_at(16) == 1
     assert variant.beta_at(64) == pytest.approx(1 + fit["c_all_lengths"] * math.log(4), abs=1e-4)
+    # Fits of other text do not count, nor does a law that a killed evaluation has not written.
+    unfinished = {key: value for key, value in fit.items() if key != "c_all_lengths"}
+    other = {**fit, "beta": 3.0, "length": 64, "settings": {**fit["settings"], "data": ["other"]}}
+    (again,) = all_variants(done.subjects, (), described[:1], None, [other, unfinished])
+    assert [again.beta_at(n) for n in (16, 32, 64)] == pytest.approx([variant.beta_at(n) for n in (16, 32, 64)])
     with pytest.raises(UserError, match="--fit-scale: no logit scale was fitted for .* yet"):
         all_variants(done.subjects, (), described[:1], None, [])
+    (short,) = all_variants(done.subjects, (), described[:1], None, [], longest=16)
+    assert short.beta_at(16) == 1 and short.name == variant.name  # none is needed
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Tokens that need a far context, and the suite that scores them."""
 
+import dataclasses
 import importlib.util
 import json
 import math
@@ -12,10 +13,11 @@ import tiny
 
 from pe_lab.config import DataConfig, SourceConfig
 from pe_lab.errors import UserError
+from pe_lab.evaluation.live import LiveEvaluation
 from pe_lab.evaluation.measure import Evaluation, EvaluationPlan
 from pe_lab.evaluation.suites import long_range
 from pe_lab.evaluation.variants import Subject
-from pe_lab.positional import Rope
+from pe_lab.positional import Rope, layers
 
 DATA = Path(__file__).parents[1] / "data"
 GOLDEN = json.loads((DATA / "key_tokens_golden.json").read_text())
@@ -106,6 +108,14 @@ def test_records_and_the_file_of_key_tokens(data, tmp_path, monkeypatch):
         assert one["nll"] == two["nll"] and one["tokens"] == two["tokens"] > 0
         assert one["short"] == 4 and one["reference"]["reads"] == tiny.LENGTH
         assert len(one["nll_by_document"]) == 5
+    # Of several sources that hold long documents, it is of one, and the others are not measured.
+    texts = Path(data.sources[0].source.removeprefix("text:")).parent
+    (texts / "more").mkdir()
+    for n, path in enumerate(sorted(texts.glob("*.txt"))):
+        (texts / f"more/{n}.md").write_text(path.read_text().upper())
+    two = dataclasses.replace(data, sources=(*data.sources, SourceConfig(f"text:{texts}/more/*.md")))
+    third = evaluation(two, tmp_path / "three", reference=str(file)).run()
+    assert [one["nll"] for one in third] == [one["nll"] for one in first]
     stored = long_range.read_key_tokens(file)
     assert stored.length == 64 and all(0 < p <= 64 for positions in stored.positions for p in positions)
     assert first[1]["tokens"] == sum(map(len, stored.positions))
@@ -143,3 +153,11 @@ def test_no_document_is_scored_and_fitted_on_whatever_the_lengths():
         others = {start for (other, _), one in chosen.items() if other != part for start in one}
         assert not others & set(found)
     assert set(chosen["score", 180]) < set(chosen["score", 50])
+
+
+def test_in_training_its_tokens_are_those_of_a_reference(data):
+    """Otherwise each step would choose its own, and the curve would be of other tokens at each point."""
+    settings = (tiny.MODEL, layers("rope", 2), tiny.LENGTH, data, {"long_range": ()}, (16, 64))
+    with pytest.raises(UserError, match="long_range is not measured in training: .* evaluation.options.reference"):
+        LiveEvaluation(*settings)
+    assert LiveEvaluation(*settings, options={"reference": "runs/rope"}).cost() > 0

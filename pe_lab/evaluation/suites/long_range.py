@@ -134,18 +134,30 @@ class LongRange(TokenSuite):
     )
     settings = LongRangeSettings
 
+    def impossible_in_training(self, settings: LongRangeSettings) -> str:
+        if settings.reference:
+            return ""
+        return "each measurement would choose tokens of its own: set evaluation.options.reference"
+
     def impossible(self, evaluation: Evaluation) -> str:
         longest, texts = max(evaluation.lengths), self._texts(evaluation)
         if not texts:
             return f"its data ({evaluation.source_names}) holds out no text"
         if self.sources(evaluation):
             return ""
+        if evaluation.settings(self).reference.endswith(".json"):
+            keys = self._of_file(evaluation)
+            return f"{evaluation.settings(self).reference} has key tokens of other data, {keys.about['source']}"
         found = max((int(document_sizes(_stream(evaluation, source)).max(initial=0)) for source in texts), default=0)
         return f"no held-out document has {longest + 1:,} tokens; the longest has {found:,}"
 
     def sources(self, evaluation: Evaluation) -> Sequence[int]:
         longest = max(evaluation.lengths)
-        return [i for i in self._texts(evaluation) if choose_documents(_stream(evaluation, i), longest, 1)]
+        found = [i for i in self._texts(evaluation) if choose_documents(_stream(evaluation, i), longest, 1)]
+        if not evaluation.settings(self).reference.endswith(".json"):
+            return found
+        of_file = self._of_file(evaluation).about["data"]  # of one source
+        return [i for i in found if evaluation.fingerprint(i) == of_file]
 
     def _texts(self, evaluation: Evaluation) -> list[int]:
         prepared = {i: evaluation.mixture.sources[i].prepared for i in evaluation.text_sources}
@@ -157,8 +169,6 @@ class LongRange(TokenSuite):
     def check(self, evaluation: Evaluation) -> list[str]:
         settings, sentences = evaluation.settings(self), []
         if settings.reference.endswith(".json"):
-            for source in self.sources(evaluation):
-                self._read(evaluation, source)
             return []
         for source in self.sources(evaluation):
             longest = max(evaluation.lengths)
@@ -209,7 +219,7 @@ class LongRange(TokenSuite):
     def _keys(self, evaluation: Evaluation, subject: Subject, source: int) -> KeyTokens:
         """The key tokens for a subject: those of the file, or found by the reference and kept beside the records."""
         if evaluation.settings(self).reference.endswith(".json"):
-            return self._read(evaluation, source)
+            return self._of_file(evaluation)
         about = self._about(evaluation, subject, source)
         file = evaluation.directory / f"{self.name}.key_tokens" / f"{digest(dict(about))}.json"
         return evaluation.remember_data(
@@ -221,8 +231,9 @@ class LongRange(TokenSuite):
     ) -> KeyTokens:
         from pe_lab.parallel import on_first
 
-        if storage.is_file(file):
-            return read_key_tokens(file)
+        known = on_first(lambda: read_key_tokens(file) if storage.is_file(file) else None)
+        if known is not None:
+            return known
         reference = self._reference(evaluation, subject)
         length, starts = about["length"], about["starts"]
         documents = _documents(evaluation, source, starts, length)
@@ -239,7 +250,7 @@ class LongRange(TokenSuite):
     def _about(self, evaluation: Evaluation, subject: Subject, source: int) -> Mapping[str, Any]:
         """What the key tokens of a source depend on."""
         if evaluation.settings(self).reference.endswith(".json"):
-            return self._read(evaluation, source).about
+            return self._of_file(evaluation).about
         reference, longest = self._reference(evaluation, subject), max(evaluation.lengths)
         return {
             "protocol": self.protocol,
@@ -251,17 +262,12 @@ class LongRange(TokenSuite):
             "starts": choose_documents(_stream(evaluation, source), longest, evaluation.settings(self).documents),
         }
 
-    def _read(self, evaluation: Evaluation, source: int) -> KeyTokens:
-        given = evaluation.settings(self).reference
+    def _of_file(self, evaluation: Evaluation) -> KeyTokens:
+        """The key tokens of the file that `reference` names."""
+        given, longest = evaluation.settings(self).reference, max(evaluation.lengths)
         keys = evaluation.remember_data(
             ("key tokens", given), lambda: read_key_tokens(storage.path("--reference", given))
         )
-        longest = max(evaluation.lengths)
-        if keys.about["data"] != evaluation.fingerprint(source):
-            raise DataError(
-                f"--reference='{given}' has key tokens of other data ({keys.about['source']}). Evaluate on the same, "
-                "or name a checkpoint, which finds them anew."
-            )
         if keys.length < longest:
             raise DataError(
                 f"--reference='{given}' has key tokens of documents of {keys.length:,} tokens, and {longest:,} are "
