@@ -44,10 +44,8 @@ def test_what_a_ring_alone_can_do_has_one():
     assert "position bias has all heads" in chosen((16, 2, 64), needs={"position bias"}, context=4).reason
     assert chosen((16, 16, 64), asked="ring", context=4).name == "ring"
     ring = chosen((32, 1, 128), context=8)
-    request = AttentionRequest(frozenset(), "tpu", None, 128, "bfloat16", 4096, True, partial=True, context=ring)
-    with pytest.raises(
-        UnsupportedError, match="'splash' gives no partial .*; mesh.context_attention=ulysses needs none"
-    ):
+    request = AttentionRequest(platform="tpu", head_dim=128, length=4096, backward=True, partial=True, context=ring)
+    with pytest.raises(UnsupportedError, match="'splash' gives no partial .*; mesh.context_attention=ulysses needs"):
         choose("splash", request)
     for needs, heads in ((set(), 14), ({"logit functions"}, 16)):
         with pytest.raises(UnsupportedError, match="mesh.context_attention is 'ulysses', and .*Use ring, or auto"):
