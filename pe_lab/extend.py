@@ -301,7 +301,7 @@ def _print_plan(plan: ExtensionPlan, subject: Subject, out: Any) -> None:
     from pe_lab.evaluation.suites import suite_of
     from pe_lab.lab.extend.arms import flops_per_token, plan_arms
     from pe_lab.lab.extend.extension import ALWAYS, FORMS, expected, lengths_of
-    from pe_lab.lab.extend.methods import SEARCHED
+    from pe_lab.lab.extend.methods import METHODS, SEARCHED, distinct
     from pe_lab.lab.extend.page import plan_rows
     from pe_lab.lab.extend.screening import suites_for
     from pe_lab.terminal import table
@@ -326,10 +326,11 @@ def _print_plan(plan: ExtensionPlan, subject: Subject, out: Any) -> None:
     if plan.training is None:
         return
     chosen, impossible = expected(plan, subject, plan.arms or (*ALWAYS, *FORMS))
+    chosen, same = distinct(chosen)
     arms, left_out = plan_arms(chosen, subject, plan.training, {SEARCHED: searched})
     out.print(table(*plan_rows(arms)))
-    for key, reason in {**impossible, **left_out}.items():
-        out.print(f"{key} is not trained: {reason}.")
+    for key, reason in {**impossible, **same, **left_out}.items():
+        out.print(f"{METHODS[key].name} is not trained: {reason}.")
     if not plan.arms:
         out.print(f"And the best {plan.train_best} of the screening.")
     count = (len(arms) + (0 if plan.arms else plan.train_best)) * len(plan.seeds)

@@ -169,10 +169,10 @@ def test_a_method_that_is_better_is_named_with_its_lead_and_its_price():
 def test_of_methods_that_are_not_distinguishable_the_cheapest_is_taken():
     answer, _ = answer_of(unchanged=(5.0, 2.0), yarn=(2.5, 2.3), searched=(2.503, 2.05))
     assert answer.tied == ["yarn", "searched"] and answer.chosen == "searched"
-    assert answer.sentence().startswith("YaRN and searched cannot be distinguished at 64 tokens (4x)")
+    assert answer.sentence().startswith("YaRN and the searched table cannot be distinguished at 64 tokens (4x)")
     lead = answer.against_best["unchanged"].mean
     assert f", and YaRN leads no change of the encoding by {lead:.3f} nats (" in answer.sentence()
-    assert "; take searched, which costs least in short contexts; at 16 tokens it costs 0.05" in answer.sentence()
+    assert "; take the searched table, which costs least in short contexts; at 16 tokens it costs 0.05" in answer.sentence()
     nothing, _ = answer_of(unchanged=(2.501, 1.9), yarn=(2.5, 2.3))
     assert nothing.sentence().startswith("No method is distinguishable at 64 tokens (4x)")
     assert nothing.chosen == "unchanged" and "it gains 0.099" in nothing.sentence()

@@ -13,9 +13,10 @@ from scipy import stats
 from pe_lab.errors import UserError
 from pe_lab.evaluation.scoring.forward import Forward
 from pe_lab.evaluation.variants import Subject
-from pe_lab.lab.extend.methods import METHODS, Extension, choose, layer_costs, parse_methods
+from pe_lab.lab.extend.extension import Screened
+from pe_lab.lab.extend.methods import METHODS, Extension, choose, distinct, layer_costs, parse_methods
 from pe_lab.lab.extend.numbers import At, Number, columns, numbers_of, over_seeds, score, score_difference, score_terms
-from pe_lab.lab.extend.screening import screen, text_rows
+from pe_lab.lab.extend.screening import Screening, screen, text_rows
 from pe_lab.model import complete
 from pe_lab.positional import NTK, PI, Layer, NoPE, PartialRope, Rope, Yarn, layers, text_of
 from pe_lab.results.statistics import paired_sum, paired_t
@@ -68,13 +69,23 @@ def test_what_is_impossible_is_explained():
     assert impossible["drope"] == "no layer has an encoding to drop"
     _, impossible = choose(("clipped", "slow_half"), extension(PartialRope(fraction=0.5)))
     assert set(impossible.values()) == {"no layer has RoPE over all channels, unscaled"}
-    _, impossible = choose(("slow_pairs", "slow_half"), extension("rope:base=6.5"))  # periods 6.3, 10.0, 16.02, 25.6
-    assert impossible == {"slow_half": "it is the same as slow pairs dropped here"}
     _, impossible = choose(("slow_pairs",), extension("rope:base=2"))
     assert impossible == {"slow_pairs": "all pairs complete a rotation within the training length"}
     with pytest.raises(UserError, match="--methods: there is no method 'yran'. Did you mean 'yarn'"):
         parse_methods("pi,yran")
     assert parse_methods("PI,Dynamic-NTK") == ("pi", "dynamic_ntk") and parse_methods(None) == tuple(METHODS)
+
+
+def test_of_equal_methods_the_one_that_was_screened_is_trained():
+    chosen, _ = choose(("yarn", "slow_pairs", "slow_half"), extension("rope:base=6.5"))  # periods 6.3, 10, 16.02, 25.6
+    found, left_out = distinct(chosen)
+    assert [one.key for one in found] == ["yarn", "slow_pairs"]
+    assert left_out == {"slow_half": "it is the same as slow pairs dropped here"}
+    layers = {one.key: one.layers for one in chosen}
+    screened = Screened(Screening(dict.fromkeys(("yarn", "slow_pairs"), {}), {}, 64, 16), layers, {})
+    assert [one.key for one in screened.chosen(("yarn", "slow_half", "slow_pairs", "drope"))] == ["yarn", "slow_pairs"]
+    screened = Screened(Screening({"yarn": {}}, {}, 64, 16), layers, {})
+    assert [one.key for one in screened.chosen(("slow_half",))] == ["slow_half"]
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pe_lab.lab.extend.arms import ExtensionArm
-from pe_lab.lab.extend.methods import METHODS
+from pe_lab.lab.extend.methods import METHODS, SEARCHED, UNCHANGED
 from pe_lab.lab.extend.numbers import (
     At,
     Number,
@@ -107,7 +107,7 @@ class Answer:
             )
         else:
             first = f"Take {name}: at {self.target:,} tokens ({factor}), after {spent}{self._lead(', it leads')}"
-        return f"{first}{self._price()}."
+        return f"{first[0].upper()}{first[1:]}{self._price()}."
 
     def _lead(self, words: str) -> str:
         """By how much the best arm leads the first one that can be distinguished from it; "" without such."""
@@ -127,7 +127,8 @@ class Answer:
 
 
 def _name(key: str) -> str:
-    return "no change of the encoding" if key == "unchanged" else METHODS[key].name
+    """In a sentence."""
+    return {UNCHANGED: "no change of the encoding", SEARCHED: "the searched table"}.get(key, METHODS[key].name)
 
 
 def _interval(found: Difference) -> str:

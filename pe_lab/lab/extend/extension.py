@@ -51,6 +51,7 @@ from pe_lab.lab.extend.methods import (
     Chosen,
     Extension,
     choose,
+    distinct,
     layer_costs,
     rotating_layers,
 )
@@ -130,8 +131,10 @@ class Screened:
     searched_flops: float = 0.0
 
     def chosen(self, keys: Sequence[str]) -> list[Chosen]:
-        """The possible ones of these methods."""
-        return [Chosen(key, self.layers[key]) for key in keys if key in self.layers]
+        """The possible ones of these methods, each once: of those that are the same, the one that was screened."""
+        screened = {self.layers[key]: key for key in reversed(self.screening.numbers)}
+        found = [Chosen(screened.get(self.layers[key], key), self.layers[key]) for key in keys if key in self.layers]
+        return distinct(found)[0]
 
 
 def lengths_of(plan: ExtensionPlan, subject: Subject) -> tuple[int, ...]:
@@ -190,7 +193,7 @@ def check_training(plan: ExtensionPlan, subject: Subject) -> None:
     """
     assert plan.training is not None
     keys = plan.arms or tuple(key for key in (*ALWAYS, *FORMS) if key not in plan.left_out)
-    arms, _ = plan_arms(expected(plan, subject, keys)[0], subject, plan.training, {})
+    arms, _ = plan_arms(distinct(expected(plan, subject, keys)[0])[0], subject, plan.training, {})
     known = [arm for arm in arms if not arm.chosen.method.needs]
     make_sweep_of(known, plan.training, plan.seeds, plan.directory / "arms")
 
@@ -218,9 +221,9 @@ def screen_methods(plan: ExtensionPlan, show: Show) -> Screened:
         given = dataclasses.replace(given, searched=search.space.layers(search.best.genes, subject.lm.layers))
         show(f"{where / HISTORY}: {len(search.history):,} candidates, {flops:.2e} FLOPs")
     chosen, impossible = choose(keys, given)
-    for key in (key for key in plan.methods if key in impossible):
-        show(f"{METHODS[key].name} left out: {impossible[key]}.")
-    screened = [one for one in chosen if one.key in plan.methods]
+    screened, same = distinct([one for one in chosen if one.key in plan.methods])
+    for key in (key for key in plan.methods if key in impossible | same):
+        show(f"{METHODS[key].name} left out: {(impossible | same)[key]}.")
     found = screen(subject, plan.data, screened, lengths_of(plan, subject), where, plan.options)
     made = Screened(found, {one.key: one.layers for one in chosen}, impossible, flops)
     write_json(where / SCREENED, _screened_json(made))

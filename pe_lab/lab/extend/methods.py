@@ -266,16 +266,22 @@ def choose(keys: Sequence[str], given: Extension) -> tuple[list[Chosen], dict[st
         if method.needs and getattr(given, method.needs) is None:
             continue
         try:
-            layers = method.layers(given)
+            found.append(Chosen(key, method.layers(given)))
         except Impossible as error:
             impossible[key] = str(error)
-            continue
-        same = next((one for one in found if one.layers == layers), None)
-        if same is None:
-            found.append(Chosen(key, layers))
-        else:
-            impossible[key] = f"it is the same as {same.name} here"
     return found, impossible
+
+
+def distinct(chosen: Sequence[Chosen]) -> tuple[list[Chosen], dict[str, str]]:
+    """The methods without those whose layers an earlier one has, and why those are left out: {key: reason}."""
+    found: list[Chosen] = []
+    left_out = {}
+    for one in chosen:
+        if (same := next((other for other in found if other.layers == one.layers), None)) is None:
+            found.append(one)
+        else:
+            left_out[one.key] = f"it is the same as {same.name} here"
+    return found, left_out
 
 
 def rotating_layers(subject: Subject) -> list[int]:
