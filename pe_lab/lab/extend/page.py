@@ -143,6 +143,11 @@ def _how_to_read(answer: Answer) -> Markup:
             "over documents and windows, or over seeds; columns are means over tokens.",
         ),
         (
+            "against the best",
+            "The score less that of the best arm. The answer corrects for the number of arms (Holm), so that an arm "
+            "whose interval hardly leaves out 0 may be one that cannot be distinguished.",
+        ),
+        (
             "loss on far tokens",
             "On tokens of long held-out documents whose loss falls by more than 2 nats, to less than 2, when the "
             "checkpoint as it was reads its training length before them, and not a quarter of that (LongPPL's).",
