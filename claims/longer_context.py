@@ -96,7 +96,7 @@ CLAIM = Claim(
         }
         for title, metric in (("text loss in nats", "text"), ("needles found", "needles"))
     },
-    tried="FLOPs are equal as pe_lab.extend counts them, of visible keys and with the search's; the table of arms has those "
-    "of all keys, without it. The rule was written before the three seeds, after one run of pe_lab.extend with 0.3M tokens an arm and two "
-    "seeds, whose models were the demo's at seed 0.",
+    tried="FLOPs are equal as pe_lab.extend counts them, of visible keys and with the search's; the table of arms has "
+    "those of all keys, without it. The rule was written before the three seeds, after one run of pe_lab.extend with "
+    "0.3M tokens an arm and two seeds, whose models were the demo's at seed 0.",
 )
