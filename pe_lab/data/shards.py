@@ -199,7 +199,29 @@ class _Mapped(NamedTuple):
     unverified: Bool[np.ndarray, " blocks"]  # blocks that nobody has read
 
 
-class TokenStream:
+class TokenReader:
+    """What reads tokens by `gather_pieces`."""
+
+    tokens: int
+
+    def gather(self, starts: Int[np.ndarray, " n"], length: int) -> UInt[np.ndarray, "n length"]:
+        """The `length` tokens from each start; all must lie inside the stream."""
+        return self.gather_pieces(starts, np.full(len(starts), length)).reshape(len(starts), length)
+
+    def read(self, start: int, stop: int) -> UInt[np.ndarray, " n"]:
+        """The tokens start..stop - 1, in the stored dtype."""
+        stop = min(stop, self.tokens)
+        some = np.arange(start < stop)  # none or one
+        return self.gather_pieces(start + some, stop - start + some)
+
+    def gather_pieces(
+        self, starts: Int[np.ndarray, " n"], lengths: Int[np.ndarray, " n"]
+    ) -> UInt[np.ndarray, " tokens"]:
+        """The tokens of pieces of the stream, one piece after another."""
+        raise NotImplementedError
+
+
+class TokenStream(TokenReader):
     """Random access to the tokens of one split. Blocks are verified when they are read for the first time.
 
     Raises:
@@ -213,16 +235,6 @@ class TokenStream:
         self.tokens = int(self._first[-1])
         self.has_loss = bool(metadata.chat)  # whether only some tokens are targets
         self._mapped = functools.cache(self._map)
-
-    def gather(self, starts: Int[np.ndarray, " n"], length: int) -> UInt[np.ndarray, "n length"]:
-        """The `length` tokens from each start; all must lie inside the stream."""
-        return self.gather_pieces(starts, np.full(len(starts), length)).reshape(len(starts), length)
-
-    def read(self, start: int, stop: int) -> UInt[np.ndarray, " n"]:
-        """The tokens start..stop - 1, in the stored dtype."""
-        stop = min(stop, self.tokens)
-        some = np.arange(start < stop)  # none or one
-        return self.gather_pieces(start + some, stop - start + some)
 
     def gather_pieces(
         self, starts: Int[np.ndarray, " n"], lengths: Int[np.ndarray, " n"]
@@ -328,7 +340,7 @@ class TokenStream:
         return local_copy(self._directory / shard.file, check)
 
 
-class LongDocuments:
+class LongDocuments(TokenReader):
     """The documents of a `TokenStream` of at least `min_tokens` tokens, EOS included, as a stream of their own."""
 
     def __init__(self, stream: TokenStream, min_tokens: int):
@@ -338,16 +350,6 @@ class LongDocuments:
         self.ends: Int64[np.ndarray, " documents"] = np.cumsum(sizes[kept])
         self.tokens = int(self.ends[-1]) if len(self.ends) else 0
         self._shift = (stream.ends - sizes)[kept] - (self.ends - sizes[kept])  # of each document's places
-
-    def gather(self, starts: Int[np.ndarray, " n"], length: int) -> UInt[np.ndarray, "n length"]:
-        """As `TokenStream.gather`."""
-        return self.gather_pieces(starts, np.full(len(starts), length)).reshape(len(starts), length)
-
-    def read(self, start: int, stop: int) -> UInt[np.ndarray, " n"]:
-        """As `TokenStream.read`."""
-        stop = min(stop, self.tokens)
-        some = np.arange(start < stop)  # none or one
-        return self.gather_pieces(start + some, stop - start + some)
 
     def gather_pieces(
         self, starts: Int[np.ndarray, " n"], lengths: Int[np.ndarray, " n"]
