@@ -57,7 +57,8 @@ SLOW_HALF = Arm(
 CLAIM = Claim(
     sentence="At eight times the training length and equal FLOPs, a table that an evolution found is at least as good "
     "as YaRN after further training, and YaRN is better than a drop of the slower half of the pairs.",
-    paper="ours: LongRoPE2 (arXiv 2502.20082) claims that its tables are better than YaRN's",
+    paper="ours: LongRoPE2's abstract (arXiv 2502.20082), of models of 3.8B and 8B, has 'an effective RoPE rescaling "
+    'algorithm that adopts evolutionary search guided by "needle-driven" perplexity\'',
     arms=(UNCHANGED, YARN, SEARCHED, SLOW_HALF),
     criteria=(
         Criterion(

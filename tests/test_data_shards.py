@@ -16,7 +16,7 @@ from pe_lab.data.executors import in_this_process
 from pe_lab.data.filters import Filters
 from pe_lab.data.mixture import ensure_prepared, ensure_tokenizer
 from pe_lab.data.preparation import prepare
-from pe_lab.data.shards import METADATA_FILE, TokenStream, open_prepared, read_metadata, write_shard
+from pe_lab.data.shards import METADATA_FILE, ShardStream, open_prepared, read_metadata, write_shard
 from pe_lab.data.tokenizers import ByteTokenizer, load_tokenizer
 from pe_lab.data.windows import TokenWindows, WindowArrays, documents_of, make_batch
 from pe_lab.errors import UserError
@@ -95,7 +95,7 @@ def test_tokens_that_are_no_targets(tmp_path, small_shards):
 
     described = read_metadata(prepared(tmp_path))
     described = replace(described, chat="messages", shards={"train": tuple(written), "validation": ()})
-    stream, whole = TokenStream(tmp_path, described, "train"), np.concatenate(loss)
+    stream, whole = ShardStream(tmp_path, described, "train"), np.concatenate(loss)
     starts = rng.integers(0, stream.tokens - 150, 40)
     assert stream.has_loss
     np.testing.assert_array_equal(
@@ -203,7 +203,7 @@ def test_a_vocabulary_beyond_16_bits(tmp_path):
     tokenizer = load_tokenizer(f"hf:{tmp_path}/tokenizer.json")
     metadata = prepare(jsonl(tmp_path / "c.jsonl", DOCUMENTS), tokenizer, "hf", tmp_path / "wide", 0.1)
     assert metadata.dtype == "uint32"
-    stream = TokenStream(tmp_path / "wide", metadata, "train")
+    stream = ShardStream(tmp_path / "wide", metadata, "train")
     tokens = stream.read(0, stream.tokens)
     assert (tokens == 99_999).sum() == (tokens == 70_000).sum() == metadata.documents["train"]
 

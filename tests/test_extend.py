@@ -98,7 +98,7 @@ def test_stages_spend_the_same_flops():
     model, layers_of = subject(), subject().lm.layers
     arms, _ = arms_of(settings(stages=2))
     by_key = {arm.key: arm for arm in arms}
-    (whole, half), half_and_half = (flops_per_token(model, layers_of, n) for n in (64, 32)), None
+    whole, half = (flops_per_token(model, layers_of, n) for n in (64, 32))
     half_and_half = flops_per_token(model, layers_of, 64, 2)
     assert half_and_half == (whole + half) / 2 and half < whole
     assert by_key["yarn"].flops_per_token == half_and_half and by_key["yarn"].stages == 2
@@ -172,7 +172,8 @@ def test_of_methods_that_are_not_distinguishable_the_cheapest_is_taken():
     assert answer.sentence().startswith("YaRN and the searched table cannot be distinguished at 64 tokens (4x)")
     lead = answer.against_best["unchanged"].mean
     assert f", and YaRN leads no change of the encoding by {lead:.3f} nats (" in answer.sentence()
-    assert "; take the searched table, which costs least in short contexts; at 16 tokens it costs 0.05" in answer.sentence()
+    assert "; take the searched table, which costs least in short contexts" in answer.sentence()
+    assert "; at 16 tokens it costs 0.05" in answer.sentence()
     nothing, _ = answer_of(unchanged=(2.501, 1.9), yarn=(2.5, 2.3))
     assert nothing.sentence().startswith("No method is distinguishable at 64 tokens (4x)")
     assert nothing.chosen == "unchanged" and "it gains 0.099" in nothing.sentence()
@@ -321,7 +322,7 @@ def test_a_dry_run_prints_the_plan_with_its_cost(run, tmp_path, capsys):
     assert "6 runs" in out and "Evaluation: at most 128 tokens" in out and not (tmp_path / "longer").exists()
     assert main([*asked, "--arms=unchanged,searched,cheapest_dropped", "--population=8", "--iterations=0"]) == 0
     out = capsys.readouterr().out
-    assert "cheapest_dropped is not trained: it has 2 layers" in out or "3 runs" in out
+    assert "3 runs" in out and "not trained" not in out
     searched = next(line for line in out.splitlines() if line.startswith("searched"))
     assert float(searched.split()[-1]) > 0  # FLOPs of the search
 

@@ -9,7 +9,7 @@ A shard is a safetensors file with the tensors
 | `crc32c` | uint32 [blocks] | the CRC-32C of each block of `BLOCK_TOKENS` tokens |
 | `loss` | uint8 [ceil(tokens / 8)] | a bit for each token, lowest first: 1 where it is a target; absent: all are |
 
-and metadata.json has the digest of each file. `TokenStream` maps `tokens` into memory.
+and metadata.json has the digest of each file. `ShardStream` maps `tokens` into memory.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import functools
 import json
 import re
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -199,10 +200,21 @@ class _Mapped(NamedTuple):
     unverified: Bool[np.ndarray, " blocks"]  # blocks that nobody has read
 
 
-class TokenReader:
-    """What reads tokens by `gather_pieces`."""
+class TokenStream(ABC):
+    """Random access to the tokens of one split, of whole documents one after another.
+
+    Attributes:
+      tokens: how many.
+      has_loss: whether only some tokens are targets.
+      ends: the number of tokens up to the end of each document.
+
+    Raises:
+      DataError: from every method that reads: a shard is damaged, or is missing.
+    """
 
     tokens: int
+    has_loss: bool
+    ends: Int64[np.ndarray, " documents"]
 
     def gather(self, starts: Int[np.ndarray, " n"], length: int) -> UInt[np.ndarray, "n length"]:
         """The `length` tokens from each start; all must lie inside the stream."""
@@ -214,19 +226,19 @@ class TokenReader:
         some = np.arange(start < stop)  # none or one
         return self.gather_pieces(start + some, stop - start + some)
 
+    @abstractmethod
     def gather_pieces(
         self, starts: Int[np.ndarray, " n"], lengths: Int[np.ndarray, " n"]
     ) -> UInt[np.ndarray, " tokens"]:
-        """The tokens of pieces of the stream, one piece after another."""
-        raise NotImplementedError
+        """The tokens of pieces of the stream, one piece after another; a piece may reach over several documents."""
+
+    @abstractmethod
+    def loss(self, places: Int64[np.ndarray, "*shape"]) -> Bool[np.ndarray, "*shape"]:
+        """Whether each of the tokens at some places counts as a target."""
 
 
-class TokenStream(TokenReader):
-    """Random access to the tokens of one split. Blocks are verified when they are read for the first time.
-
-    Raises:
-      DataError: from every method that reads: a shard is damaged, or is missing.
-    """
+class ShardStream(TokenStream):
+    """All tokens of a split, from its shards. Blocks are verified when they are read for the first time."""
 
     def __init__(self, directory: AnyPath, metadata: Metadata, split: str):
         self._directory, self._shards = directory, metadata.shards[split]
@@ -239,7 +251,6 @@ class TokenStream(TokenReader):
     def gather_pieces(
         self, starts: Int[np.ndarray, " n"], lengths: Int[np.ndarray, " n"]
     ) -> UInt[np.ndarray, " tokens"]:
-        """The tokens of pieces of the stream, one piece after another."""
         shard, starts, lengths = self._in_shards(np.asarray(starts, np.int64), np.asarray(lengths, np.int64))
         stops = np.cumsum(lengths)
         found = np.empty(int(lengths.sum()), self._dtype)
@@ -274,12 +285,10 @@ class TokenStream(TokenReader):
 
     @functools.cached_property
     def ends(self) -> Int64[np.ndarray, " documents"]:
-        """The number of tokens up to the end of each document."""
         parts = [self._mapped(i).ends + self._first[i] for i in range(len(self._shards))]
         return np.concatenate([np.zeros(0, np.int64), *parts])
 
     def loss(self, places: Int64[np.ndarray, "*shape"]) -> Bool[np.ndarray, "*shape"]:
-        """Whether each of the tokens at some places counts as a target."""
         found = np.ones(places.shape, bool)
         shard = np.searchsorted(self._first, places, side="right") - 1
         for number in np.unique(shard).tolist():
@@ -340,7 +349,7 @@ class TokenStream(TokenReader):
         return local_copy(self._directory / shard.file, check)
 
 
-class LongDocuments(TokenReader):
+class LongDocuments(TokenStream):
     """The documents of a `TokenStream` of at least `min_tokens` tokens, EOS included, as a stream of their own."""
 
     def __init__(self, stream: TokenStream, min_tokens: int):
@@ -354,7 +363,6 @@ class LongDocuments(TokenReader):
     def gather_pieces(
         self, starts: Int[np.ndarray, " n"], lengths: Int[np.ndarray, " n"]
     ) -> UInt[np.ndarray, " tokens"]:
-        """As `TokenStream.gather_pieces`; a piece may reach over several documents."""
         starts, stops = np.asarray(starts, np.int64), np.asarray(starts, np.int64) + lengths
         first = np.searchsorted(self.ends, starts, side="right")
         parts = np.maximum(np.searchsorted(self.ends, stops) - first + 1, 1)  # documents that each piece reaches over
@@ -367,7 +375,6 @@ class LongDocuments(TokenReader):
         return self._stream.gather_pieces(begins + self._shift[document], np.maximum(lengths, 0))
 
     def loss(self, places: Int64[np.ndarray, "*shape"]) -> Bool[np.ndarray, "*shape"]:
-        """As `TokenStream.loss`."""
         return self._stream.loss(places + self._shift[np.searchsorted(self.ends, places, side="right")])
 
 
@@ -378,7 +385,7 @@ class Prepared:
     directory: AnyPath
     metadata: Metadata
     tokenizer: Tokenizer
-    streams: Mapping[str, TokenStream | LongDocuments]
+    streams: Mapping[str, TokenStream]
 
     def of_long_documents(self, min_tokens: int) -> Prepared:
         """The same without documents of fewer than `min_tokens` tokens; `DataError` where none is left to train on."""
@@ -423,5 +430,5 @@ def open_prepared(directory: AnyPath) -> Prepared:
             f"{directory} was prepared with tokenizer {metadata.tokenizer_fingerprint}, but holds "
             f"{tokenizer.fingerprint}. Delete it and prepare the data again."
         )
-    streams = {split: TokenStream(directory, metadata, split) for split in SPLITS}
+    streams = {split: ShardStream(directory, metadata, split) for split in SPLITS}
     return Prepared(directory, metadata, tokenizer, streams)
