@@ -17,7 +17,7 @@ from pe_lab.config import DataConfig
 from pe_lab.data.mixture import open_mixture
 from pe_lab.errors import CheckpointError, ConfigError
 from pe_lab.evaluation.progress import TokenProgress
-from pe_lab.evaluation.scoring.forward import Forward, tensor_shards
+from pe_lab.evaluation.scoring.forward import Forward, OnTokens, tensor_shards
 from pe_lab.evaluation.suite import Suite, TokenSuite, read_settings
 from pe_lab.evaluation.suites import SUITES
 from pe_lab.evaluation.suites.needles import Predict
@@ -113,6 +113,7 @@ class Evaluation:
       skipped: sentences about what is left out, and why, and about tokens that lengths do not share.
       kept: sentences about what was stored with the checkpoints.
       reused: units whose records existed.
+      on_tokens: is called with the number of tokens that a forward pass has read.
 
     Raises:
       UserError: a suite or a variant that is impossible here, or lengths that the data cannot fill.
@@ -146,6 +147,7 @@ class Evaluation:
         self.text_sources = [i for i, s in sources if s.prepared is not None and s.tokens("validation")]
         self.skipped, self.kept = list[str](), list[str]()
         self.reused: list[MeasurementUnit] = []
+        self.on_tokens: OnTokens = lambda tokens: None
         self.suites, self.variant_names = self._possible()
         # Suites that fit a variant come before those that measure it.
         fitting = [s for s in SUITES.values() if isinstance(s, TokenSuite) and self._fits(s, self.variant_names)]
@@ -172,16 +174,20 @@ class Evaluation:
         out.print(f"{len(self.units)} measurements of {models}")
         records, finished = [], 0
         planned = announced(self.directory, list(map(self._name, self.units)))
-        with planned, TokenProgress("compiling", sum(map(self.cost, self.units)), out) as progress:
+        total = sum(map(self.cost, self.units)) + sum(suite.cost_before(self) for suite in self._needed)
+        with planned, TokenProgress("compiling", total, out) as progress:
             for unit in self.units:
-                name = f"{unit.suite.name} {unit.length:,} {unit.variant.label}"
+                name, before = f"{unit.suite.name} {unit.length:,} {unit.variant.label}", progress.read
+                self.on_tokens = functools.partial(progress.add, name=name)
                 for forward in self.forwards.values():
-                    forward.on_tokens = functools.partial(progress.add, name=name)
+                    forward.on_tokens = self.on_tokens
                 record, existed = self._record(unit)
                 records.append(record)
                 if existed:
                     self.reused.append(unit)
-                finished += self.cost(unit)
+                    progress.found(self.cost(unit))
+                # More than its cost was read where something was before it, see `cost_before`.
+                finished += max(self.cost(unit), progress.read - before)
                 progress.show(finished, name)
         for suite in self._needed:
             suite.finish(self)

@@ -143,6 +143,10 @@ class TokenSuite(Suite):
         """Tokens that one record takes, about: for a progress bar and plans."""
         raise NotImplementedError
 
+    def cost_before(self, evaluation: Evaluation) -> int:
+        """Tokens that are read once, before the first record, about."""
+        return 0
+
     def source_name(self, evaluation: Evaluation, unit: MeasurementUnit) -> str | None:
         """The key `source` of a record; None: it has none."""
         return None if unit.source is None else evaluation.mixture.sources[unit.source].name

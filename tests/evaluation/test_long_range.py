@@ -15,6 +15,7 @@ from pe_lab.config import DataConfig, SourceConfig
 from pe_lab.errors import UserError
 from pe_lab.evaluation.live import LiveEvaluation
 from pe_lab.evaluation.measure import Evaluation, EvaluationPlan
+from pe_lab.evaluation.progress import TokenProgress
 from pe_lab.evaluation.suites import long_range
 from pe_lab.evaluation.variants import Subject
 from pe_lab.positional import Rope, layers
@@ -120,6 +121,26 @@ def test_records_and_the_file_of_key_tokens(data, tmp_path, monkeypatch):
     assert stored.length == 64 and all(0 < p <= 64 for positions in stored.positions for p in positions)
     assert first[1]["tokens"] == sum(map(len, stored.positions))
     assert first[0]["tokens"] == sum((positions <= 16).sum() for positions in stored.positions)
+
+
+def test_progress_counts_what_finds_the_key_tokens(data, tmp_path, monkeypatch):
+    """The bar never goes back, and its total is what is read, whoever the reference is; 4 s."""
+    shown = []
+    monkeypatch.setattr(TokenProgress, "update", lambda self, done, *text: shown.append((done, self)))
+    other = Subject(tiny.language_model(tiny.checkpoint(Rope(), data)), "other", "pretrain/checkpoints/3")
+    monkeypatch.setattr(long_range, "_load", lambda evaluation, given: other)
+    for name, given in (("own", {}), ("other", {"reference": "runs/other"})):
+        shown.clear()
+        evaluation(data, tmp_path / name, **given).run()
+        done, progress = [one for one, _ in shown], shown[-1][1]
+        scored = 5 * (16 + 64)
+        assert progress.read > 5 * scored and done == sorted(done) and done[-1] >= progress.read
+        assert abs(progress._total / progress.read - 1) < 0.3  # windows are short here: of 5 tokens 4 are read
+        again = evaluation(data, tmp_path / name, **given)
+        again.plan = dataclasses.replace(again.plan, again=True)
+        shown.clear()
+        again.run()
+        assert shown[-1][1]._total == scored  # the key tokens are in their file
 
 
 def test_what_cannot_be_measured_is_said(data, tmp_path, monkeypatch):

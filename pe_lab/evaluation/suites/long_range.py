@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pe_lab.results.records import Record
 
 GAIN, KNOWN = 2.0, 2.0  # nats: a far context makes a key token's loss smaller by more than GAIN, to less than KNOWN
+READ_FOR_EACH = 9  # tokens that are read to tell whether a token is a key token: 5 in short contexts, 4 in far ones
 SHORT = 4096  # tokens of the short context, and a quarter of the reference's training length at most
 ReadLosses = Callable[[Int[np.ndarray, "n W"]], Float[np.ndarray, "n T"]]  # sequences of W = T + 1 tokens -> losses
 
@@ -192,6 +193,17 @@ class LongRange(TokenSuite):
     def cost(self, settings: LongRangeSettings, length: int) -> int:
         return settings.documents * length
 
+    def cost_before(self, evaluation: Evaluation) -> int:
+        if evaluation.settings(self).reference.endswith(".json"):
+            return 0
+        abouts = [
+            self._about(evaluation, subject, source)
+            for subject in evaluation.subjects
+            for source in self.sources(evaluation)
+        ]
+        missing = {digest(dict(one)): one for one in abouts if not storage.is_file(self._file(evaluation, one))}
+        return sum(READ_FOR_EACH * len(one["starts"]) * one["length"] for one in missing.values())
+
     def identity(self, evaluation: Evaluation, unit: MeasurementUnit) -> Record:
         return {
             "data": evaluation.fingerprint(unit.source),
@@ -221,16 +233,17 @@ class LongRange(TokenSuite):
         if evaluation.settings(self).reference.endswith(".json"):
             return self._of_file(evaluation)
         about = self._about(evaluation, subject, source)
-        file = evaluation.directory / f"{self.name}.key_tokens" / f"{digest(dict(about))}.json"
         return evaluation.remember_data(
-            ("key tokens", digest(dict(about))), functools.partial(self._find, evaluation, subject, source, about, file)
+            ("key tokens", digest(dict(about))), functools.partial(self._find, evaluation, subject, source, about)
         )
 
-    def _find(
-        self, evaluation: Evaluation, subject: Subject, source: int, about: Mapping[str, Any], file: storage.AnyPath
-    ) -> KeyTokens:
+    def _file(self, evaluation: Evaluation, about: Mapping[str, Any]) -> storage.AnyPath:
+        return evaluation.directory / f"{self.name}.key_tokens" / f"{digest(dict(about))}.json"
+
+    def _find(self, evaluation: Evaluation, subject: Subject, source: int, about: Mapping[str, Any]) -> KeyTokens:
         from pe_lab.parallel import on_first
 
+        file = self._file(evaluation, about)
         known = on_first(lambda: read_key_tokens(file) if storage.is_file(file) else None)
         if known is not None:
             return known
@@ -296,6 +309,7 @@ class LongRange(TokenSuite):
             return lambda windows: losses(_batch(windows))
         slopes = any(isinstance(layer.encoding, Alibi) for layer in layers)
         forward = Forward(complete(checkpoint.model), slopes, evaluation.devices)
+        forward.on_tokens = evaluation.on_tokens
         params = forward.place(checkpoint.params)
         return lambda windows: forward.losses(params, _batch(windows), layers)
 
