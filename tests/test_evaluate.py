@@ -108,7 +108,7 @@ def test_weights_under_another_encoding_are_rows_of_their_own(run, tmp_path, cap
     assert main([*argv, "--variants=NTK", "--positional=rope:base=500"]) == 0
     assert {r["label"] for r in rows(out, "perplexity")} == {r["label"] for r in found} | {"RoPE + NTK"}
     assert main([*argv[:1], "--suite=beta", "--positional=nope"]) == 2
-    assert "Make that a child first" in capsys.readouterr().err
+    assert "Add --fit-scale to fit it for that one" in capsys.readouterr().err
 
 
 @pytest.mark.slow
