@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -154,7 +154,7 @@ class Evaluation:
         self._needed = [*fitting, *(suite for suite in self.suites if suite not in fitting)]
         self.files = {suite.name: RecordFile(directory / f"{suite.name}.jsonl") for suite in self._needed}
         self.variants = [variant for subject in self.subjects for variant in self._variants_of(subject)]
-        self.units = list(self._units())
+        self.units = list(self._units(suite for suite in self._needed if suite in self.suites))
         self.forwards: Forwards = {} if forwards is None else forwards
         for variant in self.variants:
             self._forward(variant).check_attention(variant.layers, max(plan.lengths))
@@ -174,7 +174,9 @@ class Evaluation:
         out.print(f"{len(self.units)} measurements of {models}")
         records, finished = [], 0
         planned = announced(self.directory, list(map(self._name, self.units)))
-        total = sum(map(self.cost, self.units)) + sum(suite.cost_before(self) for suite in self._needed)
+        fitting = (suite for suite in self._needed if suite not in self.suites)
+        fits = [unit for unit in self._units(fitting) if self._found(self._key(unit)) is None]
+        total = sum(map(self.cost, [*self.units, *fits])) + sum(suite.cost_before(self) for suite in self._needed)
         with planned, TokenProgress("compiling", total, out) as progress:
             for unit in self.units:
                 name, before = f"{unit.suite.name} {unit.length:,} {unit.variant.label}", progress.read
@@ -186,7 +188,7 @@ class Evaluation:
                 if existed:
                     self.reused.append(unit)
                     progress.found(self.cost(unit))
-                # More than its cost was read where something was before it, see `cost_before`.
+                # More than its cost is read by the first that needs a fit, or what `cost_before` counts.
                 finished += max(self.cost(unit), progress.read - before)
                 progress.show(finished, name)
         for suite in self._needed:
@@ -336,10 +338,10 @@ class Evaluation:
             subject, names, self.plan.descriptions, lambda one: functools.partial(self._beta, one), self.plan.fit_scale
         )
 
-    def _units(self) -> Iterator[MeasurementUnit]:
-        """The records to measure."""
-        for suite in self._needed:
-            for variant in self.variants if suite in self.suites else ():
+    def _units(self, suites: Iterable[TokenSuite]) -> Iterator[MeasurementUnit]:
+        """The records of suites."""
+        for suite in suites:
+            for variant in self.variants:
                 for length in self.lengths:
                     for source in suite.sources(self):
                         unit = MeasurementUnit(suite, variant, length, source)
@@ -365,10 +367,8 @@ class Evaluation:
 
     def _record(self, unit: MeasurementUnit) -> tuple[Record, bool]:
         """The record of a unit, and whether it existed."""
-        variant, record, suite = unit.variant, self._name(unit), unit.suite
-        record |= {"seed": self.seed, "settings": self.identity(unit)}
-        file = self.files[suite.name]
-        if not self.plan.again and (found := file.find(record)):
+        variant, record, suite, file = unit.variant, self._key(unit), unit.suite, self.files[unit.suite.name]
+        if (found := self._found(record)) is not None:
             renamed = found | {name: record[name] for name in ("label", "tokens_trained")}
             if renamed != found:
                 file.put([renamed])
@@ -378,6 +378,14 @@ class Evaluation:
         record = finite({**record, **suite.measure(self, unit), "versions": versions()})
         file.put([record])
         return record, False
+
+    def _found(self, key: Record) -> Record | None:
+        """The record of a key; None: it is to be measured."""
+        return None if self.plan.again else self.files[key["suite"]].find(key)
+
+    def _key(self, unit: MeasurementUnit) -> Record:
+        """What a unit's record is found by."""
+        return self._name(unit) | {"seed": self.seed, "settings": self.identity(unit)}
 
     def _name(self, unit: MeasurementUnit) -> Record:
         """The keys of a unit's record that tell what it measures: suite, checkpoint, variant, length and source."""

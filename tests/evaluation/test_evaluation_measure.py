@@ -10,6 +10,7 @@ from pe_lab.config import SourceConfig
 from pe_lab.errors import UserError
 from pe_lab.evaluation.command_line import parse_lengths
 from pe_lab.evaluation.measure import Evaluation, EvaluationPlan
+from pe_lab.evaluation.progress import TokenProgress
 from pe_lab.evaluation.suites import perplexity as pp
 from pe_lab.evaluation.variants import Subject, all_variants
 from pe_lab.positional import Alibi, NoPE, Rope
@@ -148,6 +149,20 @@ def test_encodings_that_coincide_are_measured_once(data, tmp_path, monkeypatch):
     rows = {(row["variant"], row["length"]): row["accuracy"] for row in done.run()}
     assert measured == ["kept", "kept", "dynamic_ntk", "ntk:factor=2"] and len(rows) == 6
     assert rows["dynamic_ntk", 16] == rows["kept", 16] and rows["dynamic_ntk", 32] == rows["ntk:factor=2", 32]
+
+
+def test_progress_counts_the_fits(data, tmp_path, monkeypatch):
+    """Of each scale that has no record, once; 3 s."""
+    shown = []
+    monkeypatch.setattr(TokenProgress, "update", lambda self, done, *text: shown.append((done, self)))
+    options = tiny.SETTINGS.options | {"fit_evaluations": 3}
+    plan = dict(descriptions=("bare:nope",), fit_scale=True, options=options)
+    for suites, fits in ((("perplexity",), 1), (("perplexity", "needles"), 0)):
+        shown.clear()
+        done = evaluation(data, tmp_path, subjects(data)[:1], lengths=(16, 32), suites=suites, **plan)
+        done.run()
+        assert shown[-1][1]._total == sum(map(done.cost, done.units)) + fits * 3 * options["fit_tokens"]
+        assert [one for one, _ in shown] == sorted(one for one, _ in shown)
 
 
 def test_descriptions_get_a_scale_of_their_own(data, tmp_path):
