@@ -104,9 +104,8 @@ def original(checkout: Path) -> tuple[Any, Any]:
 
     StubbedModules("torch", "transformers", "pytrec_eval")
     sys.path.insert(0, str(checkout))
-    import model_utils
-
     import data
+    import model_utils
 
     load, mapped = datasets.load_dataset, datasets.Dataset.map
 
