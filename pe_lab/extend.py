@@ -26,7 +26,7 @@ if __name__ == "__main__":
     refuse_misspelt_keys()
 
 from pe_lab import storage
-from pe_lab.errors import ConfigError, UnsupportedError, UserError
+from pe_lab.errors import ConfigError, UnsupportedError, UserError, did_you_mean
 from pe_lab.lab.extend.budget import amount
 
 if TYPE_CHECKING:
@@ -123,6 +123,7 @@ def main(argv: Sequence[str]) -> int:
     subject = extension.described(args.source)
     plan = make_plan(args, subject, overrides, passed_on["evaluate."])
     extension.check(plan, subject)
+    check_measured(plan, subject, args.suites, passed_on["evaluate."])
     out = console()
     named = [key for given in (args.methods, args.arms) if given for key in parse_methods(given)]
     plan = without_search(plan, subject, named, out)
@@ -272,6 +273,25 @@ def suites_of(text: str | None, options: Mapping[str, str]) -> tuple[str, ...]:
             with_score = [one for one, suite in SUITES.items() if "score" in {metric.key for metric in suite.metrics}]
             raise ConfigError(f"--suites: {name} has no score. Those that have one: {', '.join(with_score)}.")
     return (f"--suite={text}", *(f"--{name}={value}" if value else f"--{name}" for name, value in options.items()))
+
+
+def check_measured(plan: ExtensionPlan, subject: Subject, suites: str | None, options: Mapping[str, str]) -> None:
+    """Raises `ConfigError` for an option (`--evaluate.NAME`) of suites that this command does not measure."""
+    from pe_lab.evaluation.suite import options_of
+    from pe_lab.evaluation.suites import SUITES, parse_suites
+    from pe_lab.lab.extend.extension import lengths_of
+    from pe_lab.lab.extend.screening import suites_for
+
+    measured = [*suites_for(plan.data, min(lengths_of(plan, subject))), "beta", *parse_suites(suites or "beta")]
+    measured = list(dict.fromkeys(measured))
+    used = [name.replace("_", "-") for name in options_of([SUITES[name] for name in measured])]
+    for name in options:
+        if (given := name.replace("_", "-")) not in used:
+            sharing = options_of(SUITES.values())[name.replace("-", "_")][1]
+            raise ConfigError(
+                f"--evaluate.{name} is an option of {', '.join(suite.name for suite in sharing)}, but this command "
+                f"measures {', '.join(measured)}. {did_you_mean(given, used)}"
+            )
 
 
 def _asked(args: argparse.Namespace, options: Mapping[str, str]) -> dict[str, Any]:

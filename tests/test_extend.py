@@ -246,6 +246,12 @@ def run(tmp_path_factory):
         (["--export=onnx"], "--export=onnx: there is no form 'onnx'"),
         (["--arms=clipped", "--export=hf"], "(?s)--export: clipped RoPE: it cannot be exported: .* has ClippedRope"),
         (["--evaluate.documnets=4"], "evaluation.options: no suite has an option 'documnets'"),
+        (
+            ["--evaluate.passkey-windows=4"],
+            "--evaluate.passkey-windows is an option of passkeys, but this command measures long_range, needles, beta. "
+            "Did you mean 'windows'?",
+        ),
+        (["--suites=ruler", "--evaluate.buffer=4"], "buffer is an option of many_shot, but .* needles, beta, ruler"),
         (["--only=train"], "has no screening yet"),
         (["--data=nowhere/*.jsonl"], "has no tokenizer, so that --data has to be a directory of pe_lab.prepare"),
     ],
