@@ -282,8 +282,8 @@ def check_measured(plan: ExtensionPlan, subject: Subject, suites: str | None, op
     from pe_lab.lab.extend.extension import lengths_of
     from pe_lab.lab.extend.screening import suites_for
 
-    measured = [*suites_for(plan.data, min(lengths_of(plan, subject))), "beta", *parse_suites(suites or "beta")]
-    measured = list(dict.fromkeys(measured))
+    scored = suites_for(plan.data, min(lengths_of(plan, subject)))
+    measured = dict.fromkeys([*scored, "beta", *(parse_suites(suites) if suites else ())])
     used = [name.replace("_", "-") for name in options_of([SUITES[name] for name in measured])]
     for name in options:
         if (given := name.replace("_", "-")) not in used:
