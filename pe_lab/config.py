@@ -86,6 +86,8 @@ class ModelConfig:
     logit_soft_cap: float = number(0.0, 0, 10**6)  # the same on the model's logits
     norm_epsilon: float = number(1e-6, 0, 1)
     init_std: float = number(0.02, 0, 1000)
+    mup_base_width: int = field(default=0, metadata={"bounds": (0, 2**20), **OMIT_DEFAULT})  # model/parametrization.py
+    mup_base_head_dim: int = field(default=0, metadata={"bounds": (0, 2**14), **OMIT_DEFAULT})  # 0: head_dim
     scaled_residual_init: bool = True  # output projections start at init_std / sqrt(2 layers) (GPT-2), else at init_std
     dtype: str = "bfloat16"  # compute; parameters are float32
     remat: str = "none"  # kept for the backward pass: none | dots_attention | dots | dots_offload | full | auto

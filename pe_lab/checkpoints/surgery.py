@@ -38,7 +38,10 @@ from pe_lab.storage import AnyPath, new_directory
 NOTHING = "nothing changed"
 
 # Fields of a model that change neither the shapes nor the meaning of its weights.
-FREE_FIELDS = ("init_std", "dtype", "remat", "scan", "attention", "attention_chunk", "loss_chunks")
+FREE_FIELDS = (
+    *("init_std", "mup_base_width", "mup_base_head_dim"),
+    *("dtype", "remat", "scan", "attention", "attention_chunk", "loss_chunks"),
+)
 
 
 def check_same_shape(parent: ModelConfig, child: ModelConfig, where: str, change_qk_norm: bool = False) -> None:

@@ -1,10 +1,11 @@
-"""The decoder's parts as Flax NNX modules: norms, feed-forwards, inputs of single layers, attention, blocks, embedder.
+"""The decoder's parts as Flax NNX modules: feed-forwards, inputs of single layers, attention, blocks, embedder.
 
 Only this package uses NNX; elsewhere, parameters are plain nested dicts.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -19,82 +20,10 @@ from pe_lab.config import ModelConfig
 from pe_lab.errors import ConfigError
 from pe_lab.model.embedding import embedding_lookup
 from pe_lab.model.loss import Head
+from pe_lab.model.norms import RMSNorm, qk_norm, stream_norm, unscaled
+from pe_lab.model.parametrization import hidden_std, logit_factor, query_factor
 from pe_lab.model.projections import constant, normal, project
 from pe_lab.parallel import constrain
-
-QK_NORMS = ("none", "head", "flat", "query_head", "query_flat", "layer_heads")
-
-
-class RMSNorm(nnx.Module):
-    """Root-mean-square normalization, computed in float32 (Zhang & Sennrich 2019).
-
-    The mean is over as many of the last axes as the scale has. With `plus_one` the scale is 1 + w, and w starts at 0,
-    as in Gemma; the product with the scale is computed in float32 and then rounded.
-    """
-
-    def __init__(self, shape: tuple[int, ...], axes: tuple[str, ...], epsilon: float, plus_one: bool = False):
-        self.scale = constant(0.0 if plus_one else 1.0, shape, axes)
-        self.epsilon, self.plus_one = epsilon, plus_one
-
-    def __call__(self, x: Float[Array, "*batch"]) -> Float[Array, "*batch"]:
-        scale = 1 + self.scale[...] if self.plus_one else self.scale[...]
-        over = tuple(range(-scale.ndim, 0))
-        with jax.named_scope("norm"):
-            wide = x.astype(jnp.float32)
-            wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=over, keepdims=True) + self.epsilon)
-            return (wide * scale).astype(x.dtype)
-
-
-class LayerNorm(nnx.Module):
-    """Normalization of the last axis to mean 0 and variance 1, scale and bias, in float32 (Ba et al. 2016)."""
-
-    def __init__(self, shape: tuple[int, ...], axes: tuple[str, ...], epsilon: float, bias: bool = True):
-        self.scale = constant(1.0, shape, axes)
-        self.bias = constant(0.0, shape, axes) if bias else None
-        self.epsilon = epsilon
-
-    def __call__(self, x: Float[Array, "*batch"]) -> Float[Array, "*batch"]:
-        with jax.named_scope("norm"):
-            wide = x.astype(jnp.float32)
-            wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-            wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
-            wide = wide * self.scale[...]
-            return (wide if self.bias is None else wide + self.bias[...]).astype(x.dtype)
-
-
-def unscaled(x: Float[Array, "*batch K"], epsilon: float) -> Float[Array, "*batch K"]:
-    """`RMSNorm` of the last axis, without a scale."""
-    with jax.named_scope("norm"):
-        wide = x.astype(jnp.float32)
-        return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)).astype(x.dtype)
-
-
-NORMS = {
-    "rms": RMSNorm,
-    "rms_plus_one": functools.partial(RMSNorm, plus_one=True),
-    "layer": LayerNorm,
-    "layer_no_bias": functools.partial(LayerNorm, bias=False),
-}
-
-
-def stream_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
-    """A norm of the residual stream [B, T, D]."""
-    return NORMS[config.norm]((config.d_model,), ("vector",), config.norm_epsilon)
-
-
-def qk_norm(config: ModelConfig, heads: int, axis: str) -> RMSNorm | LayerNorm:
-    """A norm of queries or keys [B, T, heads, K].
-
-    An RMSNorm of each head (Qwen3), with 1 + w where those of the residual stream have it (Gemma 3), or of all heads
-    (flat; OLMo 2, DroPE); or a LayerNorm of each head without bias, whose heads have a scale each (StableLM 2).
-    """
-    if config.qk_norm == "layer_heads":
-        return LayerNorm((heads, config.head_dim), (axis, "head_dim"), config.norm_epsilon, bias=False)
-    plus_one = config.norm == "rms_plus_one"
-    if config.qk_norm.endswith("flat"):
-        return RMSNorm((heads, config.head_dim), (axis, "head_dim"), config.norm_epsilon, plus_one)
-    return RMSNorm((config.head_dim,), ("head_dim",), config.norm_epsilon, plus_one)
-
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -109,14 +38,14 @@ FeedForward = TypeVar("FeedForward", bound=type[nnx.Module])
 def branch_std(config: ModelConfig) -> float:
     """The standard deviation of the initial output projections of both branches."""
     # Scaled, the variance of the sum over the 2N residual branches of N layers does not depend on N (GPT-2).
-    return config.init_std / (2 * config.layers) ** 0.5 if config.scaled_residual_init else config.init_std
+    return hidden_std(config) / (2 * config.layers) ** 0.5 if config.scaled_residual_init else hidden_std(config)
 
 
 class MLP(nnx.Module):
     """Feed-forward: gated, down(activation(gate x) * up x) (Shazeer 2020), or plain, down(activation(up x))."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        D, F, std, gated, bias = config.d_model, config.d_ff, config.init_std, config.gated_mlp, config.mlp_bias
+        D, F, std, gated, bias = config.d_model, config.d_ff, hidden_std(config), config.gated_mlp, config.mlp_bias
         self.gate = normal(rngs, (D, F), std, ("embed", "mlp")) if gated else None
         self.up = normal(rngs, (D, F), std, ("embed", "mlp"))
         self.down = normal(rngs, (F, D), branch_std(config), ("mlp", "embed"))
@@ -200,7 +129,7 @@ class LayerEmbedding(nnx.Module):
         V, N, P = config.vocab_size, config.layers, config.per_layer_input
         self.embedding = normal(rngs, (V, N * P), config.init_std, ("vocab", "embed"))
         self.projection = normal(rngs, (N * P, config.d_model), config.init_std, (None, "embed"))
-        self.norm = RMSNorm((P,), ("vector",), config.norm_epsilon, config.norm == "rms_plus_one")
+        self.norm = RMSNorm((P,), ("vector",), config.norm_epsilon, plus_one=config.norm == "rms_plus_one")
         self.sizes = N, P
 
     def __call__(self, tokens: Int[Array, "B T"], x: Float[Array, "B T D"]) -> Float[Array, "N B T P"]:
@@ -241,8 +170,9 @@ class Attention(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, own_keys: bool = True):
-        D, H, G, K, std = config.d_model, config.heads, config.kv_heads, config.head_dim, config.init_std
-        self.query = normal(rngs, (D, H, K), std, ("embed", "heads", "head_dim"))
+        D, H, G, K, std = config.d_model, config.heads, config.kv_heads, config.head_dim, hidden_std(config)
+        norm, factor = config.qk_norm != "none", query_factor(config)
+        self.query = normal(rngs, (D, H, K), std if norm else std * factor, ("embed", "heads", "head_dim"))
         own_values = own_keys and not config.values_are_keys
         self.key = normal(rngs, (D, G, K), std, ("embed", "kv_heads", "head_dim")) if own_keys else None
         self.value = normal(rngs, (D, G, K), std, ("embed", "kv_heads", "head_dim")) if own_values else None
@@ -252,7 +182,7 @@ class Attention(nnx.Module):
         self.key_bias = constant(0.0, (G, K), ("kv_heads", "head_dim")) if bias and own_keys else None
         self.value_bias = constant(0.0, (G, K), ("kv_heads", "head_dim")) if bias and own_values else None
         self.out_bias = constant(0.0, (D,), ("vector",)) if out_bias else None
-        self.query_norm = qk_norm(config, H, "heads") if config.qk_norm != "none" else None
+        self.query_norm = qk_norm(config, H, "heads", factor) if norm else None
         of_keys = config.qk_norm in ("head", "flat", "layer_heads")
         self.key_norm = qk_norm(config, G, "kv_heads") if of_keys and own_keys else None
         self.config = config
@@ -295,7 +225,8 @@ class Block(nnx.Module):
         self.attention_post_norm = stream_norm(config) if after else None
         self.mlp_norm = stream_norm(config) if before and config.block != "parallel_one_norm" else None
         self.mlp = None if config.feed_forward else MLP(config, rngs)
-        self.feed_forward = FEED_FORWARDS[config.feed_forward](config, rngs) if config.feed_forward else None
+        shape = dataclasses.replace(config, init_std=hidden_std(config))
+        self.feed_forward = FEED_FORWARDS[config.feed_forward](shape, rngs) if config.feed_forward else None
         self.mlp_post_norm = stream_norm(config) if after else None
         self.layer_input = LayerInput(config, rngs) if config.per_layer_input else None
         self.layer_scale = constant(1.0, (1,), ("vector",)) if config.layer_scale else None
@@ -379,7 +310,7 @@ class Embedder(nnx.Module):
         V, D = config.vocab_size, config.d_model
         self.embedding = normal(rngs, (V, D), config.init_std, ("vocab", "embed"))
         self.embedding_norm = stream_norm(config) if config.embedding_norm else None
-        self.final_norm = stream_norm(config)
+        self.final_norm = stream_norm(config, logit_factor(config))
         self.unembedding = None if config.tie_embeddings else normal(rngs, (V, D), config.init_std, ("vocab", "embed"))
         self.unembedding_bias = constant(0.0, (V,), ("vocab",)) if config.unembedding_bias else None
         self.layer_inputs = LayerEmbedding(config, rngs) if config.per_layer_input else None

@@ -14,7 +14,9 @@ from pe_lab.attention import IMPLEMENTATIONS
 from pe_lab.attention.key_block import RESIDUALS
 from pe_lab.config import LayerShape, ModelConfig, check_bounds
 from pe_lab.errors import ConfigError, UnsupportedError, did_you_mean
-from pe_lab.model.modules import ACTIVATIONS, BLOCKS, FEED_FORWARDS, NORMS, QK_NORMS, parameter_sizes
+from pe_lab.model import parametrization
+from pe_lab.model.modules import ACTIVATIONS, BLOCKS, FEED_FORWARDS, parameter_sizes
+from pe_lab.model.norms import NORMS, QK_NORMS
 from pe_lab.positional import Encoding, HeadShape, Layer, LayerHeads, LayerStructure, Schedule, build_schedule, label
 from pe_lab.positional.hooks import has, parameter_settings
 
@@ -261,6 +263,7 @@ def complete(config: ModelConfig) -> ModelConfig:
     if config.dtype not in ("float32", "bfloat16"):
         raise ConfigError(f"model.dtype is '{config.dtype}'; it must be float32 or bfloat16.")
     check_shapes(config)
+    parametrization.check(config)
     return config
 
 

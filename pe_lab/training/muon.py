@@ -12,7 +12,8 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from pe_lab.config import MuonConfig
+from pe_lab.config import ModelConfig, MuonConfig
+from pe_lab.model.parametrization import folded, width_ratio
 from pe_lab.parallel import constrain, current_mesh
 
 _MATRICES = {"attention": ("query", "key", "value", "out"), "mlp": ("gate", "up", "down")}
@@ -129,8 +130,24 @@ def momentum_at(config: MuonConfig, count: Int[Array, ""]) -> Float[Array, ""]:
     return config.momentum_start + done * (config.momentum - config.momentum_start)
 
 
-def scale_by_muon(config: MuonConfig, axes: Mapping[str, Any]) -> optax.GradientTransformation:
-    """The direction of Muon for parameters that `is_matrix` names; `axes` is `Model.axes`.
+def update_scale(config: MuonConfig, inputs: float, outputs: float) -> float:
+    """The spectral norm of an update: AdamW's root mean square (arXiv:2502.16982, section 2.2), or Jordan et al.'s."""
+    return 0.2 * max(inputs, outputs) ** 0.5 if config.scale == "rms" else max(1.0, outputs / inputs) ** 0.5
+
+
+def mup_scale(config: MuonConfig, found: Matrices, shape: ModelConfig) -> float:
+    """The factor of muP on an update, which is 1 at the base width and keeps its norm ~ sqrt(outputs / inputs)."""
+    per_head = len(found.batch) == 2
+    wider = shape.head_dim / (shape.mup_base_head_dim or shape.head_dim) if per_head else width_ratio(shape)
+    inputs, outputs = found.inputs / width_ratio(shape), found.outputs / wider
+    wanted = ((found.outputs / found.inputs) / (outputs / inputs)) ** 0.5
+    return wanted * update_scale(config, inputs, outputs) / update_scale(config, found.inputs, found.outputs)
+
+
+def scale_by_muon(
+    config: MuonConfig, axes: Mapping[str, Any], shape: ModelConfig | None = None
+) -> optax.GradientTransformation:
+    """The direction of Muon for parameters that `is_matrix` names; `axes` is `Model.axes`, `shape` one with muP.
 
     The momentum is sharded as its parameter. For the iteration, each device gets whole matrices of its own where the
     mesh divides their number: one exchange, where products of shards would need two in each iteration.
@@ -151,10 +168,9 @@ def scale_by_muon(config: MuonConfig, axes: Mapping[str, Any]) -> optax.Gradient
         back = sorted(range(x.ndim), key=found.order.__getitem__)
         # Sent back to where the parameter is in the iteration's dtype.
         near = constrain(_whole(orthogonalize(flat, config)).reshape(moved.shape).transpose(back), *axes)
-        if config.scale == "rms":  # the root mean square of AdamW's updates (arXiv:2502.16982, section 2.2)
-            scale = 0.2 * max(found.inputs, found.outputs) ** 0.5
-        else:
-            scale = max(1.0, found.outputs / found.inputs) ** 0.5
+        scale = update_scale(config, found.inputs, found.outputs)
+        if shape is not None and shape.mup_base_width:
+            scale *= folded(path, shape) * mup_scale(config, found, shape)
         return scale * near.astype(x.dtype)
 
     def update(updates: optax.Updates, state: MuonState, params: Any = None) -> tuple[optax.Updates, MuonState]:

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from pe_lab.config import OptimizerConfig, ProlongedConfig
+from pe_lab.config import ModelConfig, OptimizerConfig, ProlongedConfig
 from pe_lab.errors import ConfigError
+from pe_lab.model.parametrization import folded, width_ratio
 from pe_lab.positional import Parameter
 from pe_lab.training.muon import add_cautious_decay, is_matrix, scale_by_muon
 
@@ -131,11 +132,13 @@ def make_optimizer(
     axes: Any,
     prolonged: Sequence[ProlongedConfig] = (),
     learned: Mapping[str, Mapping[str, Parameter]] | None = None,
+    shape: ModelConfig | None = None,
 ) -> optax.GradientTransformation:
     """Clipping by global norm, then AdamW, or Muon for the matrices of the layers and AdamW for the rest.
 
     The weight decay is decoupled, and multiplied by the learning rate of its group. Parameters of encodings have the
-    rates and the decay that their encodings choose. `axes` is `Model.axes`, `learned` `Model.encoding_settings`.
+    rates and the decay that their encodings choose. `axes` is `Model.axes`, `learned` `Model.encoding_settings`. The
+    rates of a `shape` with muP follow `model.parametrization`; its weight decay does not depend on the width.
     """
 
     def by_parameter(function: Callable[..., Any]) -> Any:
@@ -162,20 +165,29 @@ def make_optimizer(
         own = of_encoding(path)
         return of_group[group(path, axes)] if own is None else own.learning_rate
 
+    def fold(path: tuple[Any, ...], axes: tuple[str | None, ...]) -> float:
+        return 1.0 if shape is None or of_encoding(path) is not None else folded(path, shape)
+
+    def of_width(path: tuple[Any, ...], axes: tuple[str | None, ...]) -> float:
+        """The factor on an update of AdamW, before weight decay is added."""
+        own, ratio = of_encoding(path), 1.0 if shape is None else width_ratio(shape)
+        wide = group(path, axes) == "matrix" if own is None else "embed" in own.axes
+        return fold(path, axes) / (ratio if wide else 1.0)
+
     mask, multipliers = by_parameter(decayed), by_parameter(multiplier)
-    clip = optax.clip_by_global_norm(config.clip_norm)
-    adam = dict(b1=config.b1, b2=config.b2, eps=config.epsilon)
+    clip = (*_scale_by(by_parameter(fold)), optax.clip_by_global_norm(config.clip_norm))
+    adam = (optax.scale_by_adam(config.b1, config.b2, config.epsilon), *_scale_by(by_parameter(of_width)))
     rate, decay = learning_rate(config, steps, prolonged), config.weight_decay
     if config.name == "adamw":
-        chained = optax.chain(clip, optax.adamw(rate, **adam, weight_decay=decay, mask=mask))
+        updated = optax.chain(*adam, optax.add_decayed_weights(decay, mask))
     else:
         decay_matrices = add_cautious_decay(decay) if config.muon.cautious_decay else optax.add_decayed_weights(decay)
         parts = {
-            "muon": optax.chain(scale_by_muon(config.muon, axes), decay_matrices),
-            "adamw": optax.chain(optax.scale_by_adam(**adam), optax.add_decayed_weights(decay, mask)),
+            "muon": optax.chain(scale_by_muon(config.muon, axes, shape), decay_matrices),
+            "adamw": optax.chain(*adam, optax.add_decayed_weights(decay, mask)),
         }
-        labels = by_parameter(lambda path, _: "muon" if is_matrix(path) else "adamw")
-        chained = optax.chain(clip, optax.partition(parts, labels), optax.scale_by_learning_rate(rate))
+        updated = optax.partition(parts, by_parameter(lambda path, _: "muon" if is_matrix(path) else "adamw"))
+    chained = optax.chain(*clip, updated, optax.scale_by_learning_rate(rate))
     if set(jax.tree.leaves(multipliers)) == {1.0}:
         return chained
 
@@ -184,3 +196,15 @@ def make_optimizer(
         return jax.tree.map(jnp.multiply, multipliers, updates), state
 
     return optax.GradientTransformation(chained.init, update)  # with the state of `chained`, whatever the multipliers
+
+
+def _scale_by(factors: Any) -> list[optax.GradientTransformation]:
+    """The product with a factor for each parameter; none where all are 1."""
+    by_path = {jax.tree_util.keystr(path): one for path, one in jax.tree_util.tree_leaves_with_path(factors)}
+    if set(by_path.values()) == {1.0}:
+        return []
+
+    def scaled(updates: optax.Updates, _: Any) -> optax.Updates:  # `optax.partition` leaves leaves out
+        return jax.tree_util.tree_map_with_path(lambda path, u: u * by_path[jax.tree_util.keystr(path)], updates)
+
+    return [optax.stateless(scaled)]

@@ -85,7 +85,8 @@ class RunPlan:
     def optimizer(self, phase: PhasePlan) -> optax.GradientTransformation:
         """The optimizer of a phase."""
         model, config = self.models[phase.index], phase.config
-        return make_optimizer(config.optimizer, config.steps, model.axes, config.prolonged, model.encoding_settings)
+        own = (config.prolonged, model.encoding_settings, model.config)
+        return make_optimizer(config.optimizer, config.steps, model.axes, *own)
 
     def learning_rate(self, phase: PhasePlan) -> optax.Schedule:
         """The learning rate of a phase by step, from 0."""

@@ -12,7 +12,8 @@ from flax import nnx
 from pe_lab.config import ModelConfig, from_dict
 from pe_lab.errors import UserError
 from pe_lab.model import Model
-from pe_lab.model.modules import ACTIVATIONS, MLP, NORMS, QK_NORMS, Attention, Embedder, LayerNorm
+from pe_lab.model.modules import ACTIVATIONS, MLP, Attention, Embedder
+from pe_lab.model.norms import NORMS, QK_NORMS, LayerNorm
 from pe_lab.positional import build_schedule, layers
 
 TINY = ModelConfig(vocab_size=64, layers=4, d_model=32, d_ff=48, heads=4, kv_heads=2, head_dim=8, dtype="float32")
