@@ -37,6 +37,7 @@ ANALYSES = {
     "dope": "DoPE's sweep over methods, scores, numbers of heads and orders, against the model without it",
     "positional_bias": "bias of heads toward their own and the previous token, its gradients, and the prefix spread",
     "phase": "rotary phases: pairs outside their trained range, rounding errors, and the base that a precision allows",
+    "coordinates": "whether activations keep their size as the model gets wider, as muP promises: a coordinate check",
     "theory": "constructions and bounds of the papers as numbers: each statement with its verdict",
     "layers": "what the encoding of each layer or head is worth: the loss without it, and without several",
     "knock_out": "whether needles are found by the heads that attend to them: the score with these heads masked",

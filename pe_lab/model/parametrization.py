@@ -33,9 +33,7 @@ def check(config: ModelConfig) -> None:
         return
     for key in ("per_layer_input", "layer_shapes"):
         if getattr(config, key):
-            raise ConfigError(
-                f"model.mup_base_width: models with model.{key} have no rule of it. Leave one of them out."
-            )
+            raise ConfigError(f"model.mup_base_width does not go with model.{key}. Leave one of them out.")
 
 
 def width_ratio(config: ModelConfig) -> float:
