@@ -1,7 +1,7 @@
 """Laws of a gap by the size of a model: fitted on small sizes, with intervals for larger ones, to be published first.
 
-Two laws of the gap G in loss that a drop leaves, over the parameters N, the tokens R of its recalibration, and the onset
-T, the tokens that a model without positions needs from random weights until it passes a trigram table:
+Two laws of the gap G in loss that a drop leaves, over the parameters N, the tokens R of its recalibration, and the
+onset T, the tokens that a model without positions needs from random weights until it passes a trigram table:
 
   power law   ln G = a + b ln N
   onset law   ln G = a - k R / T(N),  ln T = c + d ln N
