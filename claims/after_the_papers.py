@@ -1,8 +1,8 @@
 """Mixes of RoPE and NoPE that are trained as they are, against a drop, with the same number of tokens."""
 
-from pe_lab.lab.claims import Claim, losses, scores, together
+from pe_lab.lab.claims import Claim, losses, previous_token_bias, scores, together
 
-from .arms import LATE_DROP, NOPE, ROPE, TRIGRAM, at_each_length, beats_trigram, finds, near_rope, trained
+from .arms import LATE_DROP, NOPE, ROPE, TRIGRAM, at_each_length, can_differ, finds, learned_order, near_rope, trained
 
 RNOPE = trained("rnope_swa", "method=rnope_swa")
 SWAN = trained("swan", "method=swan")
@@ -35,10 +35,11 @@ CLAIM = Claim(
         *(finds(name, words) for name, words in OTHERS.items()),
         finds(LATE_DROP.name, "the dropped model"),
         near_rope("validation prose"),
-        beats_trigram("nope", "NoPE"),
+        *learned_order("nope", "NoPE"),
+        *can_differ(*others("needles {x}x")),
     ),
     references=TRIGRAM,
-    measure=together(scores, losses),
+    measure=together(scores, losses, previous_token_bias),
     recipes={
         "rope": "configs/table1.py:method=rope",
         "nope": "configs/table1.py:method=nope",

@@ -96,8 +96,33 @@ def beats_trigram(arm: str, words: str) -> Precondition:
     )
 
 
+def learned_order(arm: str, words: str) -> tuple[Precondition, Precondition]:
+    """A model without positions that has learned order: the claim's measure has `previous_token_bias`."""
+    return (
+        beats_trigram(arm, words),
+        Precondition(
+            f"{words} has a head that attends to the previous token, with a bias above 0.3 (1 at most)",
+            f"{arm}: previous-token bias",
+            least=0.3,
+        ),
+    )
+
+
 def finds(arm: str, words: str) -> Precondition:
     """A model that has not learned the needles at its training length is no evidence beyond it."""
-    return Precondition(
-        f"{words} finds at least half of the needles at its training length", f"{arm}: needles 1x", least=0.5
+    return Precondition(f"{words} finds 95% of the needles at its training length", f"{arm}: needles 1x", least=0.95)
+
+
+def can_differ(*alternatives: str) -> tuple[Precondition, ...]:
+    """At each length beyond the training length, for {x}, the best alternative is neither at the top nor the bottom."""
+    return tuple(
+        Precondition(
+            f"the best alternative finds between 20 and 80% of the needles at {x}x",
+            first,
+            least=0.2,
+            most=0.8,
+            others=tuple(rest),
+        )
+        for x in LENGTHS
+        for first, *rest in [[one.replace("{x}", str(x)) for one in alternatives]]
     )

@@ -1,8 +1,8 @@
 """The gap after a drop against the depth of the model: NoPE builds its positions over layers."""
 
-from pe_lab.lab.claims import Claim, Criterion, losses, scores, together
+from pe_lab.lab.claims import Claim, Criterion, losses, previous_token_bias, scores, together
 
-from .arms import DROPE, LOSS, NATS, ROPE, TRIGRAM, beats_trigram, child, trained
+from .arms import DROPE, LOSS, NATS, ROPE, TRIGRAM, child, learned_order, trained
 
 DEPTHS = (2, 4, 16)  # and 8, the other claims' model
 ROPES = {d: trained(f"rope_{d}_layers", f"method=rope,layers={d}") for d in DEPTHS} | {8: ROPE}
@@ -30,10 +30,12 @@ CLAIM = Claim(
         )
         for d, deeper in zip(ORDER, ORDER[1:], strict=False)
     ),
-    preconditions=tuple(beats_trigram(DROPES[d].name, f"the dropped model of {d} layers") for d in reversed(ORDER)),
+    preconditions=tuple(
+        one for d in reversed(ORDER) for one in learned_order(DROPES[d].name, f"the dropped model of {d} layers")
+    ),
     references=TRIGRAM,
     evaluation=("--lengths=4x",),
-    measure=together(scores, losses),
+    measure=together(scores, losses, previous_token_bias),
     curves={
         "gap after the drop on prose, nats": {f"{d} layers": gap(d) for d in ORDER},
         "text at 4x, dropped minus YaRN, nats": {

@@ -1,10 +1,20 @@
 """DroPE's main claim, on its own measure."""
 
-from pe_lab.lab.claims import Claim, Precondition, losses, scores, together
+from pe_lab.lab.claims import Claim, losses, previous_token_bias, scores, together
 
-from .arms import DROPE, LENGTHS, NOPE, ROPE, TABLE_1, TRIGRAM, at_each_length, beats_trigram, finds, near_rope, scaled
-
-BY = 0.02
+from .arms import (
+    DROPE,
+    NOPE,
+    ROPE,
+    TABLE_1,
+    TRIGRAM,
+    at_each_length,
+    can_differ,
+    finds,
+    learned_order,
+    near_rope,
+    scaled,
+)
 
 CLAIM = Claim(
     sentence="A model that is dropped and recalibrated finds more needles beyond its training length than the same "
@@ -15,24 +25,17 @@ CLAIM = Claim(
     paper="DroPE, section 5.1 on Table 1, at 2x; at 4x and 8x Table 10",
     arms=(ROPE, DROPE, NOPE),
     criteria=at_each_length(
-        "needles at {x}x: dropped above every alternative", "drope: needles {x}x", *scaled("needles {x}x"), by=BY
+        "needles at {x}x: dropped above every alternative", "drope: needles {x}x", *scaled("needles {x}x"), by=0.02
     ),
     preconditions=(
-        *(
-            Precondition(
-                f"YaRN leaves a gain of {BY} to be found at {x}x: it finds at most {1 - BY}",
-                f"rope: needles {x}x YaRN",
-                most=1 - BY,
-            )
-            for x in LENGTHS
-        ),
+        *can_differ(*scaled("needles {x}x")),
         finds("rope", "RoPE"),
         finds("drope", "the dropped model"),
         near_rope("text 1x"),
-        beats_trigram("nope", "NoPE"),
+        *learned_order("nope", "NoPE"),
     ),
     references=TRIGRAM,
-    measure=together(scores, losses),
+    measure=together(scores, losses, previous_token_bias),
     recipes=TABLE_1,
     curves={
         "needles found, by length": {

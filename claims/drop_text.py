@@ -1,8 +1,8 @@
 """What a drop does to text beyond the training length, which DroPE does not report of a dropped model."""
 
-from pe_lab.lab.claims import Claim, Precondition, losses, scores, together
+from pe_lab.lab.claims import Claim, Precondition, losses, previous_token_bias, scores, together
 
-from .arms import DROPE, NOPE, ROPE, TABLE_1, TRIGRAM, at_each_length, beats_trigram, near_rope, scaled
+from .arms import DROPE, NOPE, ROPE, TABLE_1, TRIGRAM, at_each_length, learned_order, near_rope, scaled
 
 CLAIM = Claim(
     sentence="A model that is dropped and recalibrated predicts text beyond its training length better than the same "
@@ -19,10 +19,10 @@ CLAIM = Claim(
             most=0.1,
         ),
         near_rope("text 1x"),
-        beats_trigram("nope", "NoPE"),
+        *learned_order("nope", "NoPE"),
     ),
     references=TRIGRAM,
-    measure=together(scores, losses),
+    measure=together(scores, losses, previous_token_bias),
     recipes=TABLE_1,
     curves={
         "text loss in nats, by length": {

@@ -7,7 +7,7 @@ from pe_lab.analysis import frequency_use, positional_bias
 from pe_lab.analysis.losses import Streams
 from pe_lab.analysis.sequences import text_windows
 from pe_lab.evaluation.variants import Subject
-from pe_lab.lab.claims import Claim, Criterion, losses
+from pe_lab.lab.claims import Claim, Criterion, losses, previous_token_bias
 from pe_lab.positional import dope_by_parts
 
 from .arms import NATS, ROPE, TRIGRAM, beats_trigram
@@ -30,8 +30,6 @@ def bands(directory) -> dict[str, float]:
             ..., positional_bias.PATTERNS.index("previous token")
         ]
         found[f"previous-token bias without {name}"] = float(bias.max())
-    whole = positional_bias.measure(lm, text.tokens).bias.mean(0)[..., positional_bias.PATTERNS.index("previous token")]
-    found["previous-token bias"] = float(whole.max())
     used = frequency_use.measure(lm, text.tokens)
     norms = np.log10(used.query.mean((0, 1, 2)) * used.key.mean((0, 1, 2)))  # [R], from the fastest pair
     quarter = len(norms) // 4
@@ -43,7 +41,7 @@ def bands(directory) -> dict[str, float]:
             each = Streams(rotated, at.tokens).losses(at.targets)
             beyond = each[:, lm.training_length :] if factor > 1 else each
             found[f"text {factor}x {name}"] = float(beyond.mean())
-    return found | losses(directory)
+    return found | previous_token_bias(directory) | losses(directory)
 
 
 CLAIM = Claim(

@@ -1,8 +1,8 @@
 """When to drop: the same number of tokens, of which the last part is without positions."""
 
-from pe_lab.lab.claims import Claim, losses, scores, together
+from pe_lab.lab.claims import Claim, losses, previous_token_bias, scores, together
 
-from .arms import LATE_DROP, LOSS, NOPE, ROPE, STEPS, TRIGRAM, beats_trigram, child, lower_loss, near_rope
+from .arms import LATE_DROP, LOSS, NOPE, ROPE, STEPS, TRIGRAM, child, learned_order, lower_loss, near_rope
 
 HALF = child("drop_half", ROPE, f"method=nope,at={STEPS // 2},steps={STEPS - STEPS // 2}")
 
@@ -18,9 +18,9 @@ CLAIM = Claim(
         lower_loss("dropped after half: better than NoPE", "drop_half", "nope", by=0.01),
         lower_loss("dropped after three quarters: better than after half", "drop_late", "drop_half", by=0.01),
     ),
-    preconditions=(near_rope(LOSS), beats_trigram("nope", "NoPE")),
+    preconditions=(near_rope(LOSS), *learned_order("nope", "NoPE")),
     references=TRIGRAM,
-    measure=together(scores, losses),
+    measure=together(scores, losses, previous_token_bias),
     recipes={
         "rope": "configs/drope_16b.py:drop=16000",
         "nope": "configs/drope_16b.py:drop=0",

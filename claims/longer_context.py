@@ -79,13 +79,16 @@ CLAIM = Claim(
         ),
     ),
     preconditions=(
-        Precondition("further training keeps the needles of 1x under YaRN", "longer_yarn: needles 1x", least=0.9),
+        Precondition(
+            "further training under YaRN keeps 95% of the needles of 1x", "longer_yarn: needles 1x", least=0.95
+        ),
         Precondition(
             "without a change, further training at 8x does not reach YaRN",
             "longer_unchanged: score 8x - longer_yarn: score 8x",
             least=0.0,
         ),
     ),
+    help="fitted",
     evaluation=None,
     measure=measure,
     curves={

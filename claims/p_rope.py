@@ -1,8 +1,8 @@
 """p-RoPE: which share of the frequencies should rotate."""
 
-from pe_lab.lab.claims import Claim, losses
+from pe_lab.lab.claims import Claim, losses, previous_token_bias, together
 
-from .arms import LOSS, NOPE, ROPE, TRIGRAM, beats_trigram, lower_loss, trained
+from .arms import LOSS, NOPE, ROPE, TRIGRAM, beats_trigram, learned_order, lower_loss, trained
 
 P75 = trained("p_rope_75", "method=p_rope_75")
 P25 = trained("p_rope_25", "method=p_rope_25")
@@ -21,10 +21,10 @@ CLAIM = Claim(
         lower_loss("0.25-RoPE is worse than 0.75-RoPE", "p_rope_75", "p_rope_25", by=0.005),
         lower_loss("0.25-RoPE is better than NoPE", "p_rope_25", "nope", by=0.005),
     ),
-    preconditions=(beats_trigram("rope", "RoPE"),),
+    preconditions=(beats_trigram("rope", "RoPE"), *learned_order("nope", "NoPE")),
     references=TRIGRAM,
     evaluation=None,
-    measure=losses,
+    measure=together(losses, previous_token_bias),
     recipes={
         "nope": "configs/p_rope.py:encoding=nope",
         "p_rope_25": "configs/p_rope.py:encoding=0.25",

@@ -1,8 +1,18 @@
 """Partial RoPE: how few channels have to rotate, and whether training is calmer with them."""
 
-from pe_lab.lab.claims import Claim, Criterion, Precondition, Reference, losses, shape, spikes, together
+from pe_lab.lab.claims import (
+    Claim,
+    Criterion,
+    Precondition,
+    Reference,
+    losses,
+    previous_token_bias,
+    shape,
+    spikes,
+    together,
+)
 
-from .arms import LOSS, NATS, NOPE, ROPE, TRIGRAM, beats_trigram, lower_loss, trained
+from .arms import LOSS, NATS, NOPE, ROPE, TRIGRAM, beats_trigram, learned_order, lower_loss, trained
 
 PARTIAL = trained("partial_rope_10", "method=partial_rope_10")
 # Short runs at three times the rate of the others.
@@ -48,10 +58,11 @@ CLAIM = Claim(
             least=3,
         ),
         beats_trigram("rope", "RoPE"),
+        *learned_order("nope", "NoPE"),
     ),
     references=TRIGRAM | {"partial_shape": Reference("partial_rope_10", shape)},
     evaluation=None,
-    measure=together(losses, spikes),
+    measure=together(losses, spikes, previous_token_bias),
     recipes={
         f"{arm}{'_high_rate' if rate else ''}": f"configs/partial_rope.py:model=pythia_1b,percent={percent}{rate}"
         for arm, percent in {"rope": 100, "partial_rope_10": 10, "nope": 0}.items()

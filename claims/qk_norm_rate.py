@@ -1,6 +1,6 @@
 """QK-norm and the learning rate of recalibration."""
 
-from pe_lab.lab.claims import Arm, Claim, Criterion, Precondition, losses
+from pe_lab.lab.claims import Arm, Claim, Criterion, Precondition, Rates, losses
 
 from .arms import DROPE, LOSS, NATS, ROPE, child, lower_loss
 
@@ -54,6 +54,7 @@ CLAIM = Claim(
             least=1.0,
         ),
     ),
+    rates=Rates(apart="the rate is what the claim compares"),
     evaluation=None,
     measure=losses,
     recipes={

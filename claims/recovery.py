@@ -1,8 +1,8 @@
 """How soon the loss is back after a drop."""
 
-from pe_lab.lab.claims import Claim, losses
+from pe_lab.lab.claims import Claim, losses, previous_token_bias, together
 
-from .arms import DROPE, LOSS, NOPE, RECALIBRATE, ROPE, STEPS, TRIGRAM, beats_trigram, child, lower_loss, near_rope
+from .arms import DROPE, LOSS, NOPE, RECALIBRATE, ROPE, STEPS, TRIGRAM, child, learned_order, lower_loss, near_rope
 
 PAPER_STEPS = 16_000  # of the pretraining, at the paper's size
 BY_STEPS = {
@@ -22,10 +22,10 @@ CLAIM = Claim(
         lower_loss("a fifth of the tokens brings the loss within 0.05 nats of RoPE's", "drope", "rope", tolerance=0.05),
         lower_loss("and below that of NoPE from scratch", "drope", "nope", by=0.01),
     ),
-    preconditions=(near_rope(LOSS), beats_trigram("nope", "NoPE")),
+    preconditions=(near_rope(LOSS), *learned_order("nope", "NoPE")),
     references=TRIGRAM,
     evaluation=None,
-    measure=losses,
+    measure=together(losses, previous_token_bias),
     recipes={
         "rope": f"configs/drope_16b.py:drop={PAPER_STEPS}",
         "nope": "configs/drope_16b.py:drop=0",

@@ -1,53 +1,10 @@
 """The slow half of the pairs dropped after pretraining, against YaRN on all: each with its best logit scale."""
 
-import dataclasses
+import functools
 
-import pe_lab
-from pe_lab.analysis.losses import Streams
-from pe_lab.analysis.sequences import symbol_windows, text_windows
-from pe_lab.evaluation.suites.logit_scale import fit_beta
-from pe_lab.evaluation.variants import Subject, layers_under
-from pe_lab.lab.claims import Claim
+from pe_lab.lab.claims import Claim, helped
 
 from .arms import DROPE, LENGTHS, ROPE_LONGER, SLOW_HALF, at_each_length
-
-TOKENS, FIT_TOKENS, WINDOWS = 32768, 8192, 32
-METHODS = ("as trained", "YaRN")
-
-
-def beyond(directory) -> dict[str, float]:
-    """Text and needles beyond the training length, as trained and under YaRN, and with the logit scale that fits."""
-    lm = pe_lab.load(directory)
-    subject, found = Subject(lm, "model", str(directory)), {}
-    for factor in LENGTHS:
-        length = factor * lm.training_length
-        windows, fit_windows = TOKENS // length, FIT_TOKENS // length
-        text = text_windows(None, subject, length, windows + fit_windows)
-        every = len(text) // fit_windows
-        chosen = range(0, every * fit_windows, every)
-        chosen_on = text.batch(chosen)
-        scored_on = text.batch([n for n in range(len(text)) if n not in chosen])
-        asked = symbol_windows(subject, length, WINDOWS, 0)
-        choosing, prose, needles = (Streams(lm, one.tokens) for one in (chosen_on, scored_on, asked))
-        for method in METHODS:
-            layers = layers_under(method, lm.layers, length, lm.training_length)
-            if method != METHODS[0] and layers == lm.layers:
-                continue  # nothing rotates
-
-            def at(scale, layers=layers):
-                return dataclasses.replace(lm, layers=tuple(dataclasses.replace(n, logit_scale=scale) for n in layers))
-
-            def loss(scale, at=at, streams=choosing, targets=chosen_on.targets):
-                return float(streams.under(at(scale)).losses(targets).mean())
-
-            fitted = fit_beta(loss, factor, tolerance=0.02).beta
-            for end, scale in ((f" {method}", 1.0), (f" {method}, fitted", fitted)):
-                right = needles.under(at(scale)).scores(asked.questions.at, asked.questions.answers)[1]
-                found[f"text {factor}x{end}"] = float(prose.under(at(scale)).losses(scored_on.targets).mean())
-                found[f"needles {factor}x{end}"] = float(right.mean())
-            found[f"scale {factor}x {method}"] = fitted
-    return found
-
 
 CLAIM = Claim(
     sentence="A model that has lost the slow half of its pairs after pretraining, and rescales none, is better on text "
@@ -69,8 +26,9 @@ CLAIM = Claim(
             tolerance=0.05,
         ),
     ),
+    help="fitted",
     evaluation=None,
-    measure=beyond,
+    measure=functools.partial(helped, factors=LENGTHS),
     curves={
         f"{name}, by length": {
             "all pairs, YaRN": f"rope_longer: {metric} {{x}}x YaRN, fitted",

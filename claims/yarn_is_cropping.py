@@ -2,7 +2,7 @@
 
 from pe_lab.lab.claims import Claim, Criterion, losses, scores, together
 
-from .arms import FOUND, NATS, ROPE, TRIGRAM, beats_trigram, finds
+from .arms import FOUND, NATS, ROPE, TRIGRAM, beats_trigram, can_differ, finds
 
 CLAIM = Claim(
     sentence="At twice the training length zero-shot YaRN finds as many needles as a model that reads only the last "
@@ -29,7 +29,7 @@ CLAIM = Claim(
             unit=NATS,
         ),
     ),
-    preconditions=(finds("rope", "RoPE"), beats_trigram("rope", "RoPE")),
+    preconditions=(can_differ("rope: needles {x}x YaRN")[0], finds("rope", "RoPE"), beats_trigram("rope", "RoPE")),
     references=TRIGRAM,
     measure=together(scores, losses),
     tried="The model is trained on these needles, as the paper's are not. The first rule asked at 4x and 8x as well, "

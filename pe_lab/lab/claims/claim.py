@@ -10,8 +10,11 @@ from pathlib import Path
 
 from pe_lab.config import Config
 from pe_lab.errors import ConfigError, did_you_mean
+from pe_lab.lab.claims.equal_help import HELP, NONE, help_of
 from pe_lab.lab.claims.measures import scores
-from pe_lab.lab.claims.verdict import Criterion, Precondition, arm_of
+from pe_lab.lab.claims.rates import Rates, Untuned
+from pe_lab.lab.claims.values import arm_of
+from pe_lab.lab.claims.verdict import Condition, Criterion, Precondition
 from pe_lab.recipes import explained, load_module
 from pe_lab.storage import AnyPath
 
@@ -93,6 +96,10 @@ class Claim:
       arms: what is trained; the arms that they start from need not be listed.
       criteria: the rule, written before the runs.
       preconditions: what must be true for the question to be asked at this size.
+      rates: the grid of learning rates that every arm is tried at; None: none was, and a claim that compares arms is
+        not settled for it.
+      help: what every arm has at test time: the logit scale that was `fitted` to other text, that of a paper's
+        `constant`, or `none`.
       references: numbers of configs, by the name that stands for an arm in terms.
       evaluation: options of `pe_lab.evaluate` for the last phase of each arm; None: it is not evaluated.
       measure: the numbers of one run, {metric: value}, from its directory; by default those of its evaluation.
@@ -108,6 +115,8 @@ class Claim:
     arms: tuple[Arm, ...]
     criteria: tuple[Criterion, ...]
     preconditions: tuple[Precondition, ...] = ()
+    rates: Rates | None = None
+    help: str = NONE
     references: Mapping[str, Reference] = field(default_factory=dict)
     quote: str = ""
     evaluation: tuple[str, ...] | None = ()
@@ -131,6 +140,16 @@ class Claim:
             raise ConfigError(f"recipes at paper size are for all arms or for none: {', '.join(sorted(known))}.")
         if not self.criteria or len(known) < len(self.arms):
             raise ConfigError("a claim needs criteria, and arms with names of their own.")
+        if self.help not in HELP:
+            raise ConfigError(f"help='{self.help}'. {did_you_mean(self.help, list(HELP))}")
+        for one in self.criteria:
+            given = {found for term in one.terms if (found := help_of(term))}
+            # A measure of a claim's own may help all arms without a word in its numbers' names.
+            if given - {self.help} and not (given == {NONE} and self.evaluation is None):
+                raise ConfigError(
+                    f"criterion '{one.text}': its numbers have help {' and '.join(sorted(given))} at test time, and "
+                    f"the claim says {self.help}. Compared arms have the same help."
+                )
 
     def at(self, size: str) -> Claim:
         """The claim at a size: at the paper's with other recipes, and with the numbers that there are there.
@@ -157,22 +176,51 @@ class Claim:
             dataclasses.replace(one, of=_at_paper_size(one.of), over=tuple(map(_at_paper_size, one.over)))
             for one in self.criteria
         )
-        preconditions = tuple(dataclasses.replace(one, of=_at_paper_size(one.of)) for one in self.preconditions)
+        preconditions = tuple(
+            dataclasses.replace(one, of=_at_paper_size(one.of), others=tuple(map(_at_paper_size, one.others)))
+            for one in self.preconditions
+        )
         curves = {
             panel: {label: _at_paper_size(term) for label, term in lines.items()}
             for panel, lines in self.curves.items()
         }
         evaluation = PAPER_EVALUATION if self.evaluation == () else self.evaluation
-        arms = tuple(map(arm, self.arms))
         return dataclasses.replace(
-            self, arms=arms, criteria=criteria, preconditions=preconditions, curves=curves, evaluation=evaluation
+            self,
+            arms=tuple(map(arm, self.arms)),
+            criteria=criteria,
+            preconditions=preconditions,
+            rates=Rates(apart="the rates are the paper's"),
+            curves=curves,
+            evaluation=evaluation,
+        )
+
+    def only(self, name: str) -> Claim:
+        """The runs of one arm alone, and nothing to judge.
+
+        Raises:
+          ConfigError: it has no such arm.
+        """
+        arm = next((one for one in self.arms if one.name == name), None)
+        if arm is None:
+            raise ConfigError(
+                f"claim '{self.name}' has no arm '{name}'. {did_you_mean(name, [a.name for a in self.arms])}"
+            )
+        return dataclasses.replace(
+            self,
+            arms=(arm,),
+            criteria=(Criterion("none", f"{name}: none", by=1.0),),
+            preconditions=(),
+            references={},
+            rates=Rates(apart="one run"),
+            recipes={name: self.recipes[name]} if self.recipes else {},
         )
 
     @property
     def all_arms(self) -> tuple[Arm, ...]:
-        """The arms and those that they start from, parents first."""
+        """The arms, those that they start from, and those of the pilot of `rates`, parents first."""
         found: dict[str, Arm] = {}
-        for arm in self.arms:
+        for arm in (*self.arms, *self.pilot):
             chain = [arm]
             while (parent := chain[-1].parent) is not None:
                 chain.append(parent)
@@ -182,9 +230,27 @@ class Claim:
         return tuple(found.values())
 
     @property
+    def pilot(self) -> tuple[Arm, ...]:
+        """The arms at the other rates of the grid, which are trained for the first seeds alone, and not evaluated."""
+        return self.rates.pilot(self.arms) if self.rates else ()
+
+    def seeds_of(self, arm: Arm, seeds: Sequence[int]) -> Sequence[int]:
+        """The seeds that an arm is trained for, of those of the claim: the first ones for an arm of the pilot."""
+        return seeds[: self.rates.seeds] if self.rates and arm in self.pilot else seeds
+
+    @property
+    def conditions(self) -> tuple[Condition, ...]:
+        """The preconditions, with those that every claim has which compares arms: that each has its best rate."""
+        if self.rates:
+            return (*self.preconditions, *self.rates.preconditions(self.arms))
+        trained = {arm.name for arm in self.arms}
+        compared = any(len({arm_of(term) for term in one.terms} & trained) > 1 for one in self.criteria)
+        return (*self.preconditions, *(Untuned(),) * compared)
+
+    @property
     def rule(self) -> list[str]:
-        """Criteria and preconditions in words, as the history of results keeps them."""
-        return [one.rule for one in (*self.criteria, *self.preconditions)]
+        """Criteria, preconditions and the help at test time in words, as the history of results keeps them."""
+        return [*(one.rule for one in (*self.criteria, *self.conditions)), f"help at test time: {self.help}"]
 
 
 def _at_paper_size(term: str) -> str:

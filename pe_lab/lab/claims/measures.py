@@ -9,17 +9,20 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from pe_lab.config import Config
-from pe_lab.errors import DataError
-from pe_lab.results.records import number
+from pe_lab.errors import DataError, UnsupportedError
+from pe_lab.lab.claims.values import WindowMean
+from pe_lab.results.records import Record, as_dict, as_list, digest, number
 from pe_lab.results.runs import PhaseFiles, read_runs
 from pe_lab.results.scores import measure
 from pe_lab.results.variants import VARIANTS
-from pe_lab.storage import AnyPath
+from pe_lab.storage import AnyPath, exists
 
 Measure = Callable[[AnyPath], Mapping[str, float]]
 SUITES = {"perplexity": "text", "needles": "needles"}
 # Of a spike: steps before it that it is compared with, robust standard deviations above them, steps that it lasts.
 WINDOW, DEVIATIONS, LASTS = 200, 6.0, 50
+SAME_TEXT = 0.02  # nats between a loss as logged and as read again: rounding of bfloat16, and no other text
+BIAS_WINDOWS = 16
 
 
 def together(*measures: Measure) -> Measure:
@@ -35,7 +38,8 @@ def scores(directory: AnyPath) -> dict[str, float]:
     """The numbers of `pe_lab.evaluate` for the last checkpoint: `text 4x`, `needles 4x YaRN`, `niah:standard 2x`.
 
     Texts are the loss in nats per token, the mean over the sources; needles and prompted tasks the share found, and
-    `niah 2x` the mean over the tasks of a suite. At the end is the name of a variant other than as trained.
+    `niah 2x` the mean over the tasks of a suite. At the end is the name of a variant other than as trained. A number of
+    one source is a `WindowMean` where its record has the windows.
     """
     (run,) = read_runs([directory])
     last, found = run.phases[-1].name, {}
@@ -51,20 +55,103 @@ def scores(directory: AnyPath) -> dict[str, float]:
             value = cell.score if cell.higher_is_better else -cell.score  # nats, not a perplexity
             for of in ("",) if kind in SUITES else ("", f":{source}"):
                 name = f"{SUITES.get(kind, kind)}{of} {factor:g}x{variant}"
-                found.setdefault(name, {})[source] = (number(record, "step") or 0.0, value)
+                found.setdefault(name, {})[source] = (number(record, "step") or 0.0, _with_windows(record, value))
     latest = {name: max(step for step, _ in each.values()) for name, each in found.items()}
     kept = {name: [v for step, v in each.values() if step == latest[name]] for name, each in found.items()}
-    return {name: math.fsum(values) / len(values) for name, values in kept.items()}
+    return {name: values[0] if len(values) == 1 else math.fsum(values) / len(values) for name, values in kept.items()}
+
+
+def _with_windows(record: Record, value: float) -> float:
+    """The number of a record of text or needles with those of its windows, if it has them."""
+    settings, length = as_dict(record.get("settings")), record.get("length")
+    for key, of in {
+        "nll_by_tile": (settings.get("tile"), record.get("tiles")),  # the same tokens at every length
+        "accuracy_by_window": (settings.get("windows"), length, record.get("seed")),
+    }.items():
+        windows = [each for each in as_list(record.get(key)) if isinstance(each, int | float)]
+        if windows and len(windows) == len(as_list(record.get(key))):
+            text = digest([key, record.get("source"), settings.get("data"), of])
+            return WindowMean(value, windows, text)
+    return value
 
 
 def losses(directory: AnyPath) -> dict[str, float]:
-    """The last validation loss of each source, in nats per token: `validation`, `validation prose`."""
+    """The last validation loss of each source, in nats per token: `validation`, `validation prose`.
+
+    Training logs means. Where the run's last checkpoint is there, the held-out windows are read once more, and each
+    number of a source is a `WindowMean`.
+
+    Raises:
+      DataError: the held-out windows are here other ones than the run was validated on.
+    """
     (run,) = read_runs([directory])
-    found = {}
-    for name in validation_names(run.phases[-1]):
-        series = run.phases[-1].series(name)
-        found[name.replace("validation_loss", "validation").replace("/", " ")] = series[-1][1]
+    last, found = run.phases[-1], {}
+    windows = window_losses(directory) if exists(directory / last.name / "checkpoints") else {}
+    for name in validation_names(last):
+        logged = last.series(name)[-1][1]
+        source = name.removeprefix("validation_loss").removeprefix("/")
+        # The mean over all sources is that of the source where there is one.
+        known = windows.get(source) or ([*windows.values()][0] if not source and len(windows) == 1 else None)
+        if known is not None and abs(known - logged) > SAME_TEXT:
+            raise DataError(
+                f"'{directory}': the loss on held-out {source or 'text'} is {known:.4f} here, and was {logged:.4f} in "
+                "training: the data are others. Measure the run where it was trained."
+            )
+        value = logged if known is None else WindowMean(logged, known.windows, known.text)
+        found[f"validation {source}".strip()] = value
     return found
+
+
+def window_losses(directory: AnyPath) -> dict[str, WindowMean]:
+    """{source: loss with that of each window, nats per token} of a run's last checkpoint on its validation windows."""
+    import pe_lab  # JAX takes seconds to import, and a claim's command plans first
+    from pe_lab.analysis.losses import Streams
+    from pe_lab.config import from_dict
+    from pe_lab.data.held_out import validation_batches
+
+    lm = pe_lab.load(directory)
+    config = from_dict(Config, lm.checkpoint.metadata["config"])
+    last = config.phases[-1]
+    held_out = validation_batches(
+        config.data,
+        sequence_length=last.sequence_length,
+        batch_size=last.batch_size,
+        count=config.log.validation_batches,
+        vocab_size=lm.config.vocab_size,
+    )
+    found = {}
+    for source, batches in held_out.items():
+        nats, weights, texts = [], [], []
+        for one in batches:
+            streams = Streams(lm, one["tokens"], one.get("segments"), one.get("positions"))
+            nats.append((streams.losses(one["targets"]) * one["weights"]).sum(1, dtype=np.float64))
+            weights.append(one["weights"].sum(1, dtype=np.float64))
+            texts.append(digest(one["targets"].tolist()))
+        lost, counted = np.concatenate(nats), np.concatenate(weights)
+        kept = counted > 0  # the last batch may be padded
+        each = lost[kept] / counted[kept]
+        found[source] = WindowMean(float(lost.sum() / counted.sum()), each.round(6), digest(texts))
+    return found
+
+
+def previous_token_bias(directory: AnyPath) -> dict[str, float]:
+    """The largest bias of a head toward the previous token, `previous-token bias`: 0 of uniform attention, 1 of a
+    head that attends to nothing else (DroPE, Definition 3.1, `pe_lab.analysis.positional_bias`); the mean over windows.
+
+    A model whose layers do other things than rotate, such as SSMax, has no such number.
+    """
+    import pe_lab
+    from pe_lab.analysis import positional_bias
+    from pe_lab.analysis.sequences import text_windows
+    from pe_lab.evaluation.variants import Subject
+
+    lm = pe_lab.load(directory)
+    text = text_windows(None, Subject(lm, "run", str(directory)), lm.training_length, BIAS_WINDOWS)
+    try:
+        bias = positional_bias.measure(lm, text.tokens).bias.mean(0)
+    except UnsupportedError:
+        return {}
+    return {"previous-token bias": float(bias[..., positional_bias.PATTERNS.index("previous token")].max())}
 
 
 def validation_names(phase: PhaseFiles) -> list[str]:

@@ -7,11 +7,24 @@ import datetime
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from pe_lab.lab.claims.results import described, effect, leading, point, rule_changes
+from pe_lab.lab.claims.equal_help import HELP
+from pe_lab.lab.claims.history import changes
+from pe_lab.lab.claims.power import POWER_HEADER, power_rows
+from pe_lab.lab.claims.reruns import summary
+from pe_lab.lab.claims.results import (
+    changes_after_runs,
+    described,
+    effect,
+    leading,
+    outcome_text,
+    point,
+    verdict_text,
+)
 from pe_lab.lab.claims.verdict import CONFIRMED, EQUIVALENT, OPEN, REFUTED, UNTESTABLE
 from pe_lab.page.figure_files import render_all
 from pe_lab.page.markup import Markup, element, folded
@@ -49,9 +62,17 @@ def table_rows(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 def outcome_rows(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """The sentence, the number and the outcome of each criterion, then of each precondition."""
-    found = [(one["text"], described(one), one["outcome"]) for one in mappings(result["criteria"])]
-    met = {True: "met", False: "not met"}
-    return found + [(one["text"], described(one), met[one["met"]]) for one in mappings(result["preconditions"])]
+    stated = [*mappings(result["criteria"]), *mappings(result["preconditions"])]
+    return [(one["text"], described(one), outcome_text(one)) for one in stated]
+
+
+def covered(result: Mapping[str, Any]) -> str:
+    """What the intervals of a result cover, and the help that its arms have at test time."""
+    covers = Counter(str(one.get("covers", "seeds alone")) for one in mappings(result["criteria"]))
+    parts = [what if len(covers) == 1 else f"{what} ({n} of the criteria)" for what, n in covers.items()]
+    return (
+        f"Intervals cover {', '.join(parts)}. Help at test time: {HELP.get(str(result.get('help')), 'not recorded')}."
+    )
 
 
 def markdown(results: Sequence[Mapping[str, Any]], figures: str) -> str:
@@ -68,17 +89,21 @@ def _section(result: Mapping[str, Any], figures: str) -> str:
     lines = [f"## {name.replace('_', '-')}", "", f"**{result['sentence']}** ({result['paper']})", ""]
     if result["quote"]:
         lines += [f"> {result['quote']}", ""]
-    lines += [f"Verdict at {result['size']} size: **{result['verdict']}**.", ""]
+    lines += [f"Verdict at {result['size']} size: **{verdict_text(result)}**.", ""]
     if result["preconditions"]:
         rows = [
-            (one["text"], f"`{one['rule']}`", described(one), "yes" if one["met"] else "**no**")
+            (one["text"], f"`{one['rule']}`", described(one), "yes" if one["met"] else f"**{outcome_text(one)}**")
             for one in mappings(result["preconditions"])
         ]
         lines += [_markdown(("precondition", "rule", "measured [95% interval]", "met"), rows), ""]
     outcome = "outcome here, which says nothing about the claim" if result["verdict"] == UNTESTABLE else "outcome"
-    rows = [(one["text"], f"`{one['rule']}`", described(one), one["outcome"]) for one in mappings(result["criteria"])]
-    lines += [_markdown(("criterion", "rule", "difference [95% interval]", outcome), rows)]
-    lines += ["", f"![{name}]({figures}/{name}.png)", ""]
+    rows = [
+        (one["text"], f"`{one['rule']}`", described(one), outcome_text(one)) for one in mappings(result["criteria"])
+    ]
+    lines += [_markdown(("criterion", "rule", "difference [95% interval]", outcome), rows), ""]
+    lines += [covered(result), "", summary(result), ""]
+    lines += [_markdown(POWER_HEADER, power_rows(mappings(result.get("power")))), ""]
+    lines += [f"![{name}]({figures}/{name}.png)", ""]
     rows = []
     for arm, about in as_dict(result["arms"]).items():
         paper = ", ".join(filter(None, [f"`{about['paper']}`" if about["paper"] else "–", about.get("paper_cost")]))
@@ -104,11 +129,13 @@ def _section(result: Mapping[str, Any], figures: str) -> str:
         if taken:
             of = ", ".join(f"`{arm}` of [{claim}](#{claim.replace('_', '-')})" for arm, claim in taken.items())
             lines += [f"Numbers of {words}, measured in another claim: {of}.", ""]
-    if (changes := rule_changes(result)) > 0:
-        lines += [f"The rule was changed after a run, {changes} time{'s' * (changes > 1)}:", ""]
+    if (times := changes_after_runs(result)) > 0:
+        lines += [f"Changed after a run, {times} time{'s' * (times > 1)}:", ""]
         for one in mappings(result["history"]):
             why = f" ({one['why']})" if one.get("why") else ""
-            lines.append(f"- {one['time'][:10]}{why}, then {one['verdict']}: {'; '.join(one['rule'])}")
+            # What was changed; of a result from before this was kept, and of the first one, the rule.
+            what = changes(one) or one["rule"]
+            lines.append(f"- {one['time'][:10]}{why}, then {one['verdict']}: {'; '.join(what)}")
         lines.append("")
     return "\n".join(lines)
 
@@ -155,13 +182,15 @@ def html_page(results: Sequence[Mapping[str, Any]]) -> str:
     return f"<!doctype html>\n{element('html', head, element('body', top, main, footer), lang='en')}\n"
 
 
-def _coloured(verdict: str) -> Markup:
-    return element("b", verdict, style=f"color:var(--{LOOKS.get(verdict, 'soft')})")
+def _coloured(verdict: str, words: str = "") -> Markup:
+    return element("b", words or verdict, style=f"color:var(--{LOOKS.get(verdict, 'soft')})")
 
 
 def _html_section(result: Mapping[str, Any]) -> Markup:
     picture = base64.b64encode(draw(result, "png")).decode()
-    rows = [(text, found, _coloured(outcome)) for text, found, outcome in outcome_rows(result)]
+    rows = [
+        (text, found, _coloured(outcome.partition(":")[0], outcome)) for text, found, outcome in outcome_rows(result)
+    ]
     stated = [*mappings(result["criteria"]), *mappings(result["preconditions"])]
     rules = element("ul", *(element("li", element("code", one["rule"])) for one in stated))
     seeds = len(result["seeds"])
@@ -172,10 +201,12 @@ def _html_section(result: Mapping[str, Any]) -> Markup:
     return element(
         "section",
         element("h2", result["sentence"]),
-        element("p", about, _coloured(result["verdict"]), class_="kicker"),
+        element("p", about, _coloured(result["verdict"], verdict_text(result)), class_="kicker"),
         element("img", src=f"data:image/png;base64,{picture}", alt=result["sentence"], style="max-width:100%"),
         element("blockquote", result["quote"]) if result["quote"] else None,
         plain_table(result["sentence"], header, rows),
+        element("p", covered(result), " ", summary(result)),
+        folded("Power", plain_table("Power", POWER_HEADER, power_rows(mappings(result.get("power"))))),
         element("pre", result["command"], class_="command"),
         element("p", tried) if tried else None,
         folded("The rule", rules),
@@ -196,16 +227,30 @@ def draw(result: Mapping[str, Any], form: str) -> bytes:
     units: dict[str, list[dict[str, Any]]] = {}
     for one in mappings(result["criteria"]):
         units.setdefault(str(one["unit"]), []).append(one)
-    figures = [_curves(result, panel, lines) for panel, lines in curves.items()]
+    figures = _on_shared_axes([_curves(result, panel, lines) for panel, lines in curves.items()])
     effects = [_effects(unit, criteria) for unit, criteria in units.items()]
-    return render_all([figures, *([one] for one in effects)], form, _verdict(result))
+    return render_all([figures, *([one] for one in effects)], form, verdict_text(result))
 
 
-def _verdict(result: Mapping[str, Any]) -> str:
-    """The verdict, with the precondition that was not met."""
-    unmet = [one for one in mappings(result["preconditions"]) if not one["met"]]
-    why = f": not met: {unmet[0]['text']}; here {described(unmet[0])}" if result["verdict"] == UNTESTABLE else ""
-    return f"{result['verdict']}{why}"
+def _on_shared_axes(figures: Sequence[LineCharts]) -> list[LineCharts]:
+    """Charts whose numbers have one unit, nats, with one upward axis; that of needles found is from 0 to 1 already."""
+    in_nats = ["nats" in one.name and one.y_limits is None for one in figures]
+    ends = [
+        part[np.isfinite(part)]
+        for one, shared in zip(figures, in_nats, strict=True)
+        if shared
+        for _, lines in one.panels
+        for line in lines
+        for part in (line.y, line.low, line.high)
+        if part is not None
+    ]
+    found = np.concatenate(ends) if ends else np.zeros(0)
+    if sum(in_nats) < 2 or not len(found):
+        return list(figures)
+    low, high = float(found.min()), float(found.max())
+    margin = 0.05 * (high - low) or 1.0
+    limits = low - margin, high + margin
+    return [replace(one, y_limits=limits) if shared else one for one, shared in zip(figures, in_nats, strict=True)]
 
 
 def _curves(result: Mapping[str, Any], panel: str, lines: Mapping[str, str]) -> LineCharts:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import datetime
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pe_lab.errors import ConfigError, DataError, UserError
-from pe_lab.lab.claims.claim import Arm, Claim, claims_directory
-from pe_lab.lab.claims.verdict import UNMEASURED, UNTESTABLE, VERDICTS, Values, arm_of, judge, number
+from pe_lab.lab.claims import reruns
+from pe_lab.lab.claims.claim import Arm, Claim, claim_names, claims_directory, load_claim
+from pe_lab.lab.claims.history import continued, now
+from pe_lab.lab.claims.power import power_table
+from pe_lab.lab.claims.values import Values, WindowMean, arm_of, number
+from pe_lab.lab.claims.verdict import FORMERLY, OPEN, UNMEASURED, UNTESTABLE, VERDICTS, judge
 from pe_lab.recipes import load_config
 from pe_lab.results.groups import SEEDS
-from pe_lab.results.records import as_dict, as_list, digest, finite, mappings
+from pe_lab.results.records import as_dict, as_list, finite, mappings
 from pe_lab.results.statistics import LEVEL, Mean, student
 from pe_lab.storage import AnyPath, is_file, read_json, write_json
 
@@ -31,7 +35,10 @@ def make_result(
     values: Values,
     costs: Mapping[str, Mapping[str, float]],
     command: str,
+    conditions: Mapping[str, Any],
     before: Mapping[str, Any] | None = None,
+    pilot: Sequence[Mapping[str, Any]] = (),
+    why: str = "",
 ) -> dict[str, Any]:
     """The result of a claim as JSON.
 
@@ -40,24 +47,30 @@ def make_result(
       values: of `running.collect`.
       costs: of `running.costs`.
       command: that makes it again.
-      before: the result that it replaces. If its rule was another one, the history says so.
+      conditions: of `running.conditions`.
+      before: the result that it replaces. Its history goes on, and its re-runs stay.
+      pilot: the power table that the number of seeds follows from.
+      why: the conditions have changed, for the history.
 
     Raises:
       ConfigError: a number that a criterion names was not measured.
     """
     from pe_lab.identity import machine, versions
 
-    seconds = sum(each["seconds"] * len(seeds) for each in costs.values())
+    trained = {arm.name: len(claim.seeds_of(arm, seeds)) for arm in claim.all_arms}
+    seconds = sum(each["seconds"] * trained[arm] for arm, each in costs.items())
+    kept = _reruns_of(claim, before)
     return finite(
         {
             "claim": claim.name,
             **_words(claim),
             "size": size,
-            **_judged(claim, values, len(seeds), before),
+            **_judged(claim, values, len(seeds), before, conditions, kept, why=why),
+            "pilot": list(pilot) or (before or {}).get("pilot", []),
             "seeds": list(seeds),
             "command": command,
             "minutes": seconds / 60,
-            "time": _now(),
+            "time": now(),
             "arms": {
                 arm.name: {
                     "recipe": arm.recipe,
@@ -71,10 +84,60 @@ def make_result(
                 arm: {metric: [found.get(seed) for seed in seeds] for metric, found in metrics.items()}
                 for arm, metrics in values.items()
             },
+            "windows": _windows(claim, seeds, values),
             "machine": machine(),
             "versions": versions(),
         }
     )
+
+
+def _windows(claim: Claim, seeds: Sequence[int], values: Values) -> dict[str, Any]:
+    """The values of each seed and window of the numbers that the criteria name, {arm: {metric: text, values}}."""
+    found: dict[str, Any] = {}
+    for term in dict.fromkeys(term for one in claim.criteria for term in one.terms):
+        arm, _, metric = term.partition(": ")
+        each = [values.get(arm, {}).get(metric, {}).get(seed) for seed in seeds]
+        known = [one for one in each if isinstance(one, WindowMean)]
+        if len(known) == len(each) and len({one.text for one in known}) == 1:
+            found.setdefault(arm, {})[metric] = {"text": known[0].text, "values": [one.windows for one in known]}
+    return found
+
+
+def _reruns_of(claim: Claim, before: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """The re-runs of a result of arms whose recipe the claim still has."""
+    known, arms = {arm.name: arm for arm in claim.all_arms}, as_dict((before or {}).get("arms"))
+    return [
+        one
+        for one in mappings((before or {}).get("reruns"))
+        if one["arm"] in known and _recipe(as_dict(arms.get(one["arm"]))) == _recipe(vars(known[one["arm"]]))
+    ]
+
+
+def with_rerun(
+    claim: Claim, result: Mapping[str, Any], arm: str, seed: int, numbers: Mapping[str, float]
+) -> dict[str, Any]:
+    """A result with one more re-run, judged again.
+
+    Raises:
+      ConfigError: the result has no numbers of this arm and seed, or they are those of another recipe.
+    """
+    from pe_lab.identity import machine
+
+    (known,) = (one for one in claim.all_arms if one.name == arm)
+    if _recipe(as_dict(as_dict(result["arms"]).get(arm))) != _recipe(vars(known)):
+        raise ConfigError(f"claim '{claim.name}': arm '{arm}' has another recipe than its runs. Run the claim again.")
+    before = {
+        metric: found[seed] for metric, found in values_of(result)[arm].items() if metric in numbers and seed in found
+    }
+    if not before:
+        raise ConfigError(f"claim '{claim.name}': its result has no numbers of '{arm}' with seed {seed}.")
+    made = reruns.rerun(arm, seed, numbers, before, {"machine": machine()["host"], "time": now()})
+    kept = [*mappings(result.get("reruns")), made]
+    conditions = {"rule": result["history"][-1]["rule"]}
+    judged = _judged(
+        claim, values_of(result), len(result["seeds"]), result, conditions, kept, missing_is_unmeasured=True
+    )
+    return finite({**result, **judged})
 
 
 def judge_again(
@@ -106,6 +169,8 @@ def judge_again(
             raise ConfigError(f"claim '{claim.name}': arm '{name}' has another recipe than its runs. Run it again.")
     for name in (arm.name for arm in claim.arms):
         missing = _needed(claim, name) - set(values.get(name, {}))
+        # What nobody has measured is not measured, and no reason to do without the rest.
+        missing &= {metric for other in map(_without_taken, others) for metric in as_dict(other["values"].get(name))}
         if missing and (found := _with_numbers(known[name], missing, result, others)):
             other, same_runs = found
             if name not in values:
@@ -124,9 +189,13 @@ def judge_again(
         values[name] = kept[0] if kept else _measured(claim, name, result["seeds"])
     for name, about in arms.items():
         about |= _at_paper_size(claim, name)
-    now = {**result, **_words(claim), "arms": arms, "values": values}
-    now |= _judged(claim, _values(now), len(result["seeds"]), result, why, missing_is_unmeasured=True)
-    return finite(now | ({"taken_from": taken} if taken else {}))
+    again = {**result, **_words(claim), "arms": arms, "values": values}
+    own = [one for one in _reruns_of(claim, result) if "claim" not in one]
+    kept = [*own, *reruns.among(again, list(map(_without_taken, others)), partial(_comparable, claim), _same_recipe)]
+    conditions = {"rule": claim.rule}
+    seeds = len(result["seeds"])
+    again |= _judged(claim, values_of(again), seeds, result, conditions, kept, why, missing_is_unmeasured=True)
+    return finite(again | ({"taken_from": taken} if taken else {}))
 
 
 def _without_taken(result: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,6 +215,22 @@ def _recipe(arm: Mapping[str, Any]) -> tuple[object, object]:
     return arm.get("recipe"), arm.get("surgery")
 
 
+def _comparable(claim: Claim, arm: str, other: Mapping[str, Any]) -> set[str]:
+    """The numbers of an arm that the rule names, and that another result has of the same text.
+
+    Those of an evaluation are, if its options are the same; the lengths that are asked for choose the text.
+    """
+    options = as_dict(as_dict(other.get("conditions")).get("evaluation")).get("options")
+    if options is None and other["claim"] in claim_names():  # of a result from before this was kept
+        options = load_claim(other["claim"]).evaluation
+    same = options is not None and tuple(options) == (claim.evaluation or ())
+    return {metric for metric in _needed(claim, arm) if same or metric.startswith("validation")}
+
+
+def _same_recipe(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return _recipe(one) == _recipe(other)
+
+
 def _references(claim: Claim) -> dict[str, dict[str, str]]:
     """What the numbers of each reference are of: the recipe of its arm, and the name of its measure."""
     recipes = {arm.name: arm.recipe for arm in claim.arms}
@@ -157,7 +242,7 @@ def _references(claim: Claim) -> dict[str, dict[str, str]]:
 
 def _needed(claim: Claim, arm: str) -> set[str]:
     """The numbers of an arm that the rule of a claim names."""
-    terms = [term for one in (*claim.criteria, *claim.preconditions) for term in one.terms]
+    terms = [term for one in (*claim.criteria, *claim.conditions) for term in one.terms]
     return {term.partition(": ")[2] for term in terms if arm_of(term) == arm}
 
 
@@ -217,6 +302,7 @@ def _words(claim: Claim) -> dict[str, Any]:
         "paper": claim.paper,
         "quote": claim.quote,
         "tried": claim.tried,
+        "help": claim.help,
         "curves": {panel: dict(lines) for panel, lines in claim.curves.items()},
         "references": _references(claim),
     }
@@ -227,21 +313,22 @@ def _judged(
     values: Values,
     seeds: int,
     before: Mapping[str, Any] | None,
+    conditions: Mapping[str, Any],
+    kept: Sequence[Mapping[str, Any]],
     why: str = "",
     missing_is_unmeasured: bool = False,
 ) -> dict[str, Any]:
-    """Verdict, criteria, preconditions and history as JSON."""
-    criteria, verdict, preconditions = judge(claim.criteria, values, claim.preconditions, missing_is_unmeasured)
-    history = mappings((before or {}).get("history"))
-    last = history[-1] if history else {}
-    if last.get("rule") != claim.rule or (why and last.get("verdict") != verdict):
-        history = [*history, {"time": _now(), "rule": claim.rule} | ({"why": why} if why else {})]
-    history[-1] = {**history[-1], "verdict": verdict, "seeds": seeds}
-    return {"verdict": verdict, "criteria": criteria, "preconditions": preconditions, "history": history}
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    """Verdict, criteria, preconditions, power, re-runs, conditions and history as JSON."""
+    criteria, verdict, preconditions = judge(claim.criteria, values, claim.conditions, missing_is_unmeasured, kept)
+    return {
+        "verdict": verdict,
+        "criteria": criteria,
+        "preconditions": preconditions,
+        "power": power_table(claim.criteria, values),
+        "reruns": list(kept),
+        "conditions": {**as_dict((before or {}).get("conditions")), **conditions},
+        "history": continued(before, conditions, verdict, seeds, why),
+    }
 
 
 def _at_paper_size(claim: Claim, arm: str) -> dict[str, str]:
@@ -269,7 +356,8 @@ def read_result(name: str, directory: AnyPath) -> dict[str, Any] | None:
     if not is_file(path):
         return None
     found = read_json(path)
-    if found.get("verdict") not in VERDICTS or not mappings(found.get("criteria")):
+    found["verdict"] = FORMERLY.get(str(found.get("verdict")), found.get("verdict"))
+    if found["verdict"] not in VERDICTS or not mappings(found.get("criteria")):
         raise DataError(f"'{path}' is no result of a claim. Move it away, and run the claim again.")
     return found
 
@@ -284,21 +372,26 @@ def read_results(directory: AnyPath | None = None) -> list[dict[str, Any]]:
 def point(result: Mapping[str, Any], term: str) -> Mean | None:
     """The number "ARM: METRIC" of a result over its seeds; None where no seed has it."""
     try:
-        listed = [*number(_values(result), term).values()]
+        listed = [*number(values_of(result), term).values()]
     except ConfigError:
         return None
     return student(listed) if listed else None
 
 
-def _values(result: Mapping[str, Any]) -> Values:
-    """The numbers of a result by arm, metric and seed."""
-    return {
+def values_of(result: Mapping[str, Any]) -> Values:
+    """The numbers of a result by arm, metric and seed, with those of windows where it has them."""
+    found: dict[str, dict[str, dict[int, float]]] = {
         arm: {
             metric: {seed: float(v) for seed, v in zip(result["seeds"], as_list(listed), strict=False) if v is not None}
             for metric, listed in as_dict(metrics).items()
         }
         for arm, metrics in as_dict(result["values"]).items()
     }
+    for arm, metrics in as_dict(result.get("windows")).items():
+        for metric, of in metrics.items():
+            for seed, windows in zip(result["seeds"], of["values"], strict=True):
+                found[arm][metric][seed] = WindowMean(found[arm][metric][seed], windows, of["text"])
+    return found
 
 
 def effect(criterion: Mapping[str, Any], form: str = "+.3g") -> str:
@@ -318,20 +411,46 @@ def effect(criterion: Mapping[str, Any], form: str = "+.3g") -> str:
 def described(one: Mapping[str, Any]) -> str:
     """The number of a criterion, with what it is over where the rule names several, or of a precondition."""
     if "met" in one:
-        return f"{one['mean']:.3g}" if one["low"] == one["high"] else effect(one, ".3g")
+        if one.get("note"):
+            return str(one["note"])
+        return f"{one['mean']:.3g}" if one["low"] is not None and one["low"] == one["high"] else effect(one, ".3g")
     return effect(one) + (f" over {one['against']}" if " each of (" in one["rule"] and one["against"] else "")
 
 
-def rule_changes(result: Mapping[str, Any]) -> int:
-    """How often the rule was changed after a run."""
-    return len({digest(one.get("rule")) for one in mappings(result.get("history"))}) - 1
+def outcome_text(one: Mapping[str, Any]) -> str:
+    """The outcome of a criterion, with the noise of re-running where that is larger, or of a precondition."""
+    if "met" in one:
+        return {True: "met", False: "not met"}.get(one["met"], UNMEASURED)
+    margin = one["by"] or one["tolerance"] or one["within"]
+    if one["outcome"] == OPEN and one.get("noise") is not None and one["noise"] > margin:
+        return f"{OPEN}: smaller than the noise of re-running, {one['noise']:.2g}"
+    return str(one["outcome"])
+
+
+def verdict_text(result: Mapping[str, Any]) -> str:
+    """The verdict, with the precondition that failed and its number, or what else than an interval leaves it open."""
+    verdict = str(result["verdict"])
+    for met in (False, None):
+        failed = [one for one in mappings(result.get("preconditions")) if one["met"] is met]
+        if failed and verdict == (UNTESTABLE if met is False else OPEN):
+            more = f", and {len(failed) - 1} more" * (len(failed) > 1)
+            return f"{verdict}: {failed[0]['text']}: {described(failed[0])}{more}"
+    if verdict == OPEN and (outcome := outcome_text(leading(result))).startswith(f"{OPEN}:"):
+        return outcome
+    return verdict
+
+
+def changes_after_runs(result: Mapping[str, Any]) -> int:
+    """How often the rule, or another condition, was changed after a run."""
+    return len(mappings(result.get("history"))) - 1
 
 
 def leading(result: Mapping[str, Any]) -> dict[str, Any]:
     """What stands for a claim in a table: of what decided the verdict, the first precondition or median criterion."""
-    unmet = [one for one in mappings(result.get("preconditions")) if not one["met"]]
-    if result["verdict"] == UNTESTABLE and unmet:
-        return unmet[0]
+    for met in (False, None):
+        failed = [one for one in mappings(result.get("preconditions")) if one["met"] is met]
+        if failed and result["verdict"] == (UNTESTABLE if met is False else OPEN):
+            return failed[0]
     found = [one for one in mappings(result["criteria"]) if one["mean"] is not None]
     decided = [one for one in found if one["outcome"] == result["verdict"]] or found or mappings(result["criteria"])
     middle = statistics.median_low([float(one["mean"] or 0.0) for one in decided])

@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pe_lab.config import to_json
 from pe_lab.errors import ConfigError, UserError
-from pe_lab.identity import config_hash
+from pe_lab.identity import config_hash, identity
 from pe_lab.lab.claims.claim import Arm, Claim
-from pe_lab.lab.claims.measures import scores
-from pe_lab.lab.claims.verdict import Values
+from pe_lab.lab.claims.equal_help import helped
+from pe_lab.lab.claims.measures import losses, scores
+from pe_lab.lab.claims.values import Values, WindowMean
 from pe_lab.lab.sweeps import Runner, Sweep, run_sweep
 from pe_lab.lab.sweeps.cells import FILE, LAST_PHASE, SweepCell, joined, load_sweep
 from pe_lab.lab.sweeps.state import COMPLETE, FAILED, CellState, is_trained, phases_of, planned
@@ -64,7 +66,7 @@ def _make_stage(
     cells: list[SweepCell] = []
     edits: list[tuple[Arm, int]] = []
     for arm in (arm for arm in claim.all_arms if arm.depth == depth):
-        for seed in seeds:
+        for seed in claim.seeds_of(arm, seeds):
             there = arm.parent is None or exists(arm.start(directory, seed))
             if arm.surgery and not there:
                 edits.append((arm, seed))
@@ -164,33 +166,64 @@ def collect(claim: Claim, stages: Sequence[Stage], show: Callable[[str], None] =
     """The numbers of all trained cells of the claim's arms, and of its references, {arm: {metric: {seed: value}}}.
 
     What a claim's own function measures is kept in `measures/CLAIM` of the directory, by the run's config and logs and
-    the code that measures, and not measured twice.
+    the code that measures, and not measured twice. Arms of the pilot have their validation losses.
     """
-    listed = {arm.name for arm in claim.arms}
+    names = {arm.name for arm in claim.arms}
+    pilot = {arm.name for arm in claim.pilot}
     values: dict[str, dict[str, dict[int, float]]] = {
-        name: {} for name in (*(arm.name for arm in claim.arms), *claim.references)
+        name: {} for name in (*(arm.name for arm in (*claim.arms, *claim.pilot)), *claim.references)
     }
     for stage in stages:
         left = {cell.name for cell in unfinished(stage)}
         for cell in stage.sweep.asked:
-            if cell.setting["arm"] not in listed or cell.name in left:
+            arm = cell.setting["arm"]
+            if arm not in names | pilot or cell.name in left:
                 continue
             run, where = stage.sweep.directory / cell.name, stage.sweep.directory / "measures"
-            if claim.measure is scores:
-                measures = {cell.setting["arm"]: scores(run)}
+            if claim.measure is scores and arm in names:
+                measures = {arm: scores(run)}
             else:
-                key = [_code(claim.file, inspect.getfile(scores)), records_digest(run, claim.evaluation is not None)]
-                of_run = functools.partial(claim.measure, run)
-                measures = {cell.setting["arm"]: _kept(where / claim.name, cell, key, claim.file, of_run, show)}
+                evaluated = claim.evaluation is not None and arm in names
+                of_run = functools.partial(claim.measure if arm in names else losses, run)
+                key = [measuring_code(claim), records_digest(run, evaluated)]
+                measures = {arm: _kept(where / claim.name, cell, key, claim.file, of_run, show)}
             for name, reference in claim.references.items():
-                if reference.arm == cell.setting["arm"]:
+                if reference.arm == arm:
                     code = inspect.getfile(reference.measure)
                     of_config = functools.partial(reference.measure, cell.config)
                     measures[name] = _kept(where / name, cell, [_code(code)], code, of_config, show)
             for name, found in measures.items():
                 for metric, value in found.items():
-                    values[name].setdefault(metric, {})[int(cell.seed or 0)] = float(value)
+                    values[name].setdefault(metric, {})[int(cell.seed or 0)] = value
     return values
+
+
+def conditions(claim: Claim, stages: Sequence[Stage]) -> dict[str, Any]:
+    """What a verdict of the claim depends on, as `history` keeps it: recipe, measure, evaluation and rule.
+
+    A recipe is its text with a digest of the config that it makes, apart from seeds and the parent's directory.
+    """
+    cells = {cell.setting["arm"]: cell for stage in stages for cell in stage.sweep.asked}
+    recipes = {}
+    for arm in claim.all_arms:
+        made = identity(cells[arm.name].config) if arm.name in cells else {}
+        kept = {key: value for key, value in made.items() if key not in SEEDS and not key.endswith(".init_from")}
+        surgery = f" after surgery {arm.surgery}" if arm.surgery else ""
+        recipes[arm.name] = f"{arm.recipe}{surgery} ({digest(kept)})"
+    of_arms = [cells[arm.name].config for arm in claim.arms if arm.name in cells]
+    settings = to_json(of_arms[0].evaluation) if of_arms and claim.evaluation is not None else None
+    of = claim.measure.func if isinstance(claim.measure, functools.partial) else claim.measure
+    return {
+        "recipe": recipes,
+        "measure": {"name": getattr(of, "__qualname__", str(of)), "code": measuring_code(claim)},
+        "evaluation": {"options": list(claim.evaluation or ()), "settings": settings},
+        "rule": claim.rule,
+    }
+
+
+def measuring_code(claim: Claim) -> str:
+    """A digest of the code that measures the runs of a claim: of its file, and of the shared measures."""
+    return _code(claim.file, inspect.getfile(scores), inspect.getfile(helped))
 
 
 def _code(*files: str) -> str:
@@ -229,11 +262,18 @@ def _kept(
     """
     path, key = directory / f"{cell.name}.json", [config_hash(cell.config), *key]
     if is_file(path) and (known := read_json(path)).get("key") == key:
-        return known["values"]
+        windows = known.get("windows") or {}
+        return {
+            name: WindowMean(value, windows[name]["values"], windows[name]["text"]) if name in windows else value
+            for name, value in known["values"].items()
+        }
     show(f"measuring {cell.name}: {directory.name}")
     with explained(code, "claim"):
-        values = {name: float(value) for name, value in measure().items()}
-    write_json(path, {"key": key, "values": values})
+        values = {name: one if isinstance(one, WindowMean) else float(one) for name, one in measure().items()}
+    windows = {
+        name: {"values": one.windows, "text": one.text} for name, one in values.items() if isinstance(one, WindowMean)
+    }
+    write_json(path, {"key": key, "values": values, "windows": windows})
     return values
 
 

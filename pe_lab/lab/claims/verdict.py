@@ -16,25 +16,32 @@ of them: the best one of each seed would be better than all where all are equal,
 
 How often it errs is in docs/claims.md, and counted in tests/lab/claims/test_claim_verdict.py.
 
+An interval covers seeds and text where the windows of both numbers are known and the same (`statistics.crossed`), else
+seeds alone; the judged criterion says which. Where re-running moves a difference by more than the margin
+(`reruns.noise`), only an interval beyond that noise settles it, above or below: neither a smaller gain nor equality.
+
 A precondition is judged by its mean over seeds, not by an interval: it is a bound on the model, not a claim about it.
+One that was not measured leaves a claim not settled.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from pe_lab.errors import ConfigError
-from pe_lab.results.statistics import LEVEL, Mean, student
+from pe_lab.lab.claims.reruns import Rerun, noise
+from pe_lab.lab.claims.values import MINUS, Values, by_window, check_terms, number
+from pe_lab.results.statistics import LEVEL, Mean, Spread, crossed, spread, student
 
-MINUS = " - "  # between the two numbers of a difference
 CONFIRMED, EQUIVALENT, REFUTED, OPEN = "confirmed", "equivalent", "refuted", "not settled"
 UNMEASURED = "not measured"  # a criterion whose number the runs did not log
-UNTESTABLE = "not testable at this size"  # a claim with a precondition that is not met
+UNTESTABLE = "not testable here"  # a claim with a precondition that is not met
+FORMERLY = {"not testable at this size": UNTESTABLE}  # in results from before
 VERDICTS = (CONFIRMED, REFUTED, EQUIVALENT, OPEN, UNTESTABLE)
-Values = Mapping[str, Mapping[str, Mapping[int, float]]]  # {arm: {metric: {seed: value}}}
+SEEDS_ALONE = "seeds alone"  # what an interval covers
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,8 @@ class Criterion:
       by: a gain counts if it is larger, in the metric's units.
       tolerance: of a claim that `of` is at least as good: so much worse is as good.
       within: of a claim that both are equal: so far apart is equal.
+      effect: the difference that the claim has to be able to see, larger than the margin; 0: twice the margin. The
+        number of seeds follows from it (`power`).
       unit: of the difference, for the figure; criteria of one unit share an axis.
     """
 
@@ -59,10 +68,11 @@ class Criterion:
     by: float = 0.0
     tolerance: float = 0.0
     within: float = 0.0
+    effect: float = 0.0
     unit: str = ""
 
     def __post_init__(self) -> None:
-        _check_terms(f"criterion {self.text!r}", self.terms)
+        check_terms(f"criterion {self.text!r}", self.terms)
         margins = [self.by, self.tolerance, self.within]
         if min(margins) < 0 or sum(margin > 0 for margin in margins) > 1:
             raise ConfigError(f"criterion {self.text!r}: give one of `by`, `tolerance` and `within`, above 0.")
@@ -70,6 +80,11 @@ class Criterion:
             raise ConfigError(f"criterion {self.text!r}: `by` is missing: how large a difference counts?")
         if self.within and len(self.over) > 1:
             raise ConfigError(f"criterion {self.text!r}: `within` compares with one number.")
+        if self.effect and not self.effect > self.margin:
+            raise ConfigError(
+                f"criterion {self.text!r}: `effect` {self.effect:g} is no more than the margin {self.margin:g}: no "
+                "number of seeds would show it."
+            )
 
     @property
     def terms(self) -> list[str]:
@@ -80,6 +95,11 @@ class Criterion:
     def margin(self) -> float:
         """The difference that counts, whatever the kind."""
         return self.by or self.tolerance or self.within
+
+    @property
+    def sees(self) -> float:
+        """The difference that it has to be able to see."""
+        return self.effect or 2 * self.margin
 
     @property
     def rule(self) -> str:
@@ -93,6 +113,22 @@ class Criterion:
         return f"{self.of} {sign} {others}, by more than {self.by:g}"
 
 
+@runtime_checkable
+class Condition(Protocol):
+    """What has to be true for the question of a claim to be asked: a sentence, its rule in words, and its check."""
+
+    text: str
+
+    @property
+    def terms(self) -> list[str]: ...
+
+    @property
+    def rule(self) -> str: ...
+
+    def check(self, values: Values) -> dict[str, Any]:
+        """The precondition with its number, and whether it is met, as in results; `ConfigError` without the number."""
+
+
 @dataclass(frozen=True)
 class Precondition:
     """A measured sentence without which the question of a claim cannot be asked at its size.
@@ -101,57 +137,47 @@ class Precondition:
       text: the sentence, with what the paper has.
       of: the number, a term as that of a criterion.
       least, most: the bounds of its mean over seeds.
+      others: further numbers; the best of all, by its mean, is the one that is bounded.
+      lower: whether lower is better.
     """
 
     text: str
     of: str
     least: float | None = None
     most: float | None = None
+    others: tuple[str, ...] = ()
+    lower: bool = False
 
     def __post_init__(self) -> None:
-        _check_terms(f"precondition {self.text!r}", self.terms)
+        check_terms(f"precondition {self.text!r}", self.terms)
         if self.least is None and self.most is None:
             raise ConfigError(f"precondition {self.text!r}: give `least` or `most`.")
 
     @property
     def terms(self) -> list[str]:
         """Every "ARM: METRIC" that it names."""
-        return self.of.split(MINUS)
+        return [one for whole in (self.of, *self.others) for one in whole.split(MINUS)]
 
     @property
     def rule(self) -> str:
         """The bounds in words."""
         bounds = {">=": self.least, "<=": self.most}
-        return f"if {self.of} {' and '.join(f'{sign} {one:g}' for sign, one in bounds.items() if one is not None)}"
+        of = f"the best of ({'; '.join((self.of, *self.others))})" if self.others else self.of
+        return f"if {of} {' and '.join(f'{sign} {one:g}' for sign, one in bounds.items() if one is not None)}"
+
+    def check(self, values: Values) -> dict[str, Any]:
+        """The mean over seeds, its interval, which is shown and does not decide, and whether the mean is in bounds."""
+        each = [student([*number(values, term).values()]) for term in (self.of, *self.others)]
+        best = (min if self.lower else max)(each, key=lambda one: one.mean)
+        least = -math.inf if self.least is None else self.least
+        most = math.inf if self.most is None else self.most
+        return stated(self, best, least <= best.mean <= most)
 
 
-def _check_terms(where: str, terms: Sequence[str]) -> None:
-    for term in terms:
-        if not all(part.strip() for part in term.partition(": ")[::2]):
-            raise ConfigError(f"{where}: {term!r} must be 'ARM: METRIC'.")
-
-
-def arm_of(term: str) -> str:
-    """The arm of "ARM: METRIC"."""
-    return term.partition(": ")[0]
-
-
-def number(values: Values, term: str) -> Mapping[int, float]:
-    """{seed: value} of "ARM: METRIC", or of the difference "ARM: METRIC - ARM: METRIC" on the seeds of both.
-
-    Raises:
-      ConfigError: there is no such number; the message names those that the arm has.
-    """
-    if MINUS in term:
-        first, second = (number(values, one) for one in term.split(MINUS, 1))
-        return {seed: first[seed] - second[seed] for seed in first if seed in second}
-    arm, _, metric = term.partition(": ")
-    if arm not in values:
-        raise ConfigError(f"'{term}': no arm is called '{arm}'. Arms: {', '.join(values)}.")
-    found = values[arm].get(metric)
-    if found is None:
-        raise ConfigError(f"'{term}': '{arm}' has no number '{metric}'. It has: {', '.join(values[arm]) or 'none'}.")
-    return found
+def stated(one: Condition, found: Mean, met: bool | None, note: str = "") -> dict[str, Any]:
+    """A precondition as in results; `met` None: it was not measured. `note` stands for its number where it has none."""
+    numbers = {"mean": found.mean, "low": found.low, "high": found.high}
+    return {"text": one.text, "rule": one.rule, **numbers, "met": met} | ({"note": note} if note else {})
 
 
 def differences_of(criterion: Criterion, values: Values, against: str = "") -> dict[int, float]:
@@ -165,73 +191,89 @@ def differences_of(criterion: Criterion, values: Values, against: str = "") -> d
 def judge(
     criteria: Sequence[Criterion],
     values: Values,
-    preconditions: Sequence[Precondition] = (),
+    preconditions: Sequence[Condition] = (),
     missing_is_unmeasured: bool = False,
+    reruns: Sequence[Rerun] = (),
 ) -> tuple[list[dict[str, Any]], str, list[dict[str, Any]]]:
     """Each criterion with its outcome, the verdict on the claim, and each precondition with its number, as in results.
 
     A criterion has the mean of its differences, positive where the claim holds, and the interval that decided, of
     probability `level`, with NaN ends for fewer than two seeds. `against` is the term of `over` that decided: of
-    several the one over which least is gained.
+    several the one over which least is gained. `covers` says what the interval covers, `noise` what re-running moves.
 
     Args:
-      missing_is_unmeasured: whether a criterion whose number is missing is "not measured", and not an error.
+      missing_is_unmeasured: whether a number that is missing is "not measured", and not an error.
+      reruns: records of runs that were run again.
 
     Raises:
       ConfigError: a number that a criterion or a precondition names was not measured.
     """
-    checked = [_check(one, values) for one in preconditions]
+    checked = [_check(one, values, missing_is_unmeasured) for one in preconditions]
     comparisons = sum(max(1, len(one.over)) for one in criteria)
-    judged = [_judge(one, values, comparisons, missing_is_unmeasured) for one in criteria]
+    judged = [_judge(one, values, comparisons, missing_is_unmeasured, reruns) for one in criteria]
+    if any(one["met"] is False for one in checked):
+        return judged, UNTESTABLE, checked
     shown = [(one["outcome"], one["outcome"] == (EQUIVALENT if one["within"] else CONFIRMED)) for one in judged]
-    return judged, _together(shown) if all(one["met"] for one in checked) else UNTESTABLE, checked
+    return judged, OPEN if any(one["met"] is None for one in checked) else _together(shown), checked
 
 
-def _judge(criterion: Criterion, values: Values, comparisons: int, missing_is_unmeasured: bool) -> dict[str, Any]:
+def _judge(
+    criterion: Criterion, values: Values, comparisons: int, missing_is_unmeasured: bool, reruns: Sequence[Rerun]
+) -> dict[str, Any]:
     """A criterion by its comparison with the number over which least is gained, of those that decide."""
     try:
-        each = [_compare(criterion, values, term, comparisons) for term in criterion.over or ("",)]
+        each = [_compare(criterion, values, term, comparisons, reruns) for term in criterion.over or ("",)]
     except ConfigError:
         if not missing_is_unmeasured:
             raise
-        return _judged(criterion, "", student([]), LEVEL, UNMEASURED)
+        return _judged(criterion, "", student([]), LEVEL, UNMEASURED, SEEDS_ALONE, None)
     outcome = _together([(one["outcome"], one["outcome"] == CONFIRMED) for one in each])
     return min([one for one in each if one["outcome"] == outcome] or each, key=lambda one: one["mean"])
 
 
-def _check(precondition: Precondition, values: Values) -> dict[str, Any]:
-    found = number(values, precondition.of)
-    over = student([found[seed] for seed in sorted(found)])
-    least = -math.inf if precondition.least is None else precondition.least
-    most = math.inf if precondition.most is None else precondition.most
-    return {
-        "text": precondition.text,
-        "rule": precondition.rule,
-        "mean": over.mean,
-        "low": over.low,
-        "high": over.high,
-        "met": least <= over.mean <= most,
-    }
+def _check(precondition: Condition, values: Values, missing_is_unmeasured: bool) -> dict[str, Any]:
+    try:
+        return precondition.check(values)
+    except ConfigError:
+        if not missing_is_unmeasured:
+            raise
+        return stated(precondition, student([]), None)
 
 
-def _compare(criterion: Criterion, values: Values, against: str, comparisons: int) -> dict[str, Any]:
+def spread_of(criterion: Criterion, values: Values, against: str = "") -> tuple[Mean, Spread]:
+    """The mean of a criterion's differences, without an interval, and their spread, with that of text if known."""
+    found = differences_of(criterion, values, against)
+    mean = student([*found.values()])
+    windows = by_window(values, criterion.of, against, [*found]) if len(found) > 1 else None
+    return mean, spread([*found.values()]) if windows is None else crossed(windows)
+
+
+def _compare(
+    criterion: Criterion, values: Values, against: str, comparisons: int, reruns: Sequence[Rerun]
+) -> dict[str, Any]:
     """A criterion against one number."""
-    found, margin = [*differences_of(criterion, values, against).values()], criterion.margin
-    level = 1 - (1 - LEVEL) / comparisons
-    plain, wide = (student(found, at) for at in (LEVEL, level))
+    margin, level = criterion.margin, 1 - (1 - LEVEL) / comparisons
+    found, of = spread_of(criterion, values, against)
+    plain, wide = (of.mean(found.mean, found.count, at) for at in (LEVEL, level))
+    moves = noise(criterion.of, against, max(found.count, 1), reruns)
+    resolved = moves is None or moves <= margin
+    edge = margin if resolved else moves  # beyond which a difference counts
     outcome = OPEN
-    if plain.low > (-margin if criterion.tolerance else margin) and not criterion.within:
+    if plain.low > (-margin if criterion.tolerance and resolved else edge) and not criterion.within:
         outcome = CONFIRMED
-    elif -margin < plain.low and plain.high < margin and not criterion.tolerance:
+    elif -margin < plain.low and plain.high < margin and resolved and not criterion.tolerance:
         outcome = EQUIVALENT
-    elif wide.high < -margin or (criterion.within and wide.low > margin):
+    elif wide.high < -edge or (criterion.within and wide.low > edge):
         outcome = REFUTED
+    covers = f"seeds and {of.windows} windows" if of.windows else SEEDS_ALONE
     if plain.high < -margin or (criterion.within and plain.low > margin):  # refuted, unless the wider interval is not
-        return _judged(criterion, against, wide, level, outcome)
-    return _judged(criterion, against, plain, LEVEL, outcome)
+        return _judged(criterion, against, wide, level, outcome, covers, moves)
+    return _judged(criterion, against, plain, LEVEL, outcome, covers, moves)
 
 
-def _judged(criterion: Criterion, against: str, found: Mean, level: float, outcome: str) -> dict[str, Any]:
+def _judged(
+    criterion: Criterion, against: str, found: Mean, level: float, outcome: str, covers: str, moves: float | None
+) -> dict[str, Any]:
     return {
         "text": criterion.text,
         "rule": criterion.rule,
@@ -244,6 +286,9 @@ def _judged(criterion: Criterion, against: str, found: Mean, level: float, outco
         "by": criterion.by,
         "tolerance": criterion.tolerance,
         "within": criterion.within,
+        "effect": criterion.sees,
+        "noise": moves,
+        "covers": covers,
         "unit": criterion.unit,
         "seeds": found.count,
     }
