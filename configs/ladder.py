@@ -1,8 +1,8 @@
-"""Models of one shape at several widths, 20 tokens a parameter: a rung of the ladder that asks what a drop costs by size.
+"""Models of one shape at several widths, 20 tokens a parameter: the rungs of a ladder of what a drop costs by size.
 
 Paper: DroPE (Gelberg et al. 2025), appendix D.1: a drop late in pretraining, here at sizes from 0.3M parameters on.
-claims/ladder.py has the arms and what came of them, docs/claims.md the figure. Rates and initial weights are those of the
-width 64, which muP carries to other widths (model.mup_base_width).
+claims/ladder.py has the arms, docs/claims.md what came of them. Rates and initial weights are those of the width 64,
+which muP carries to other widths (model.mup_base_width).
 
 Train:
   python -m pe_lab.train --config=configs/ladder.py:width=64
@@ -10,9 +10,9 @@ Train:
   python -m pe_lab.claims ladder --jobs=2
 
 Arguments: width=64, layers=8; method=rope, nope, half (the slower half of the pairs does not rotate), or kept, the
-encodings of the checkpoint. from=RUN continues it from the share `at` of its steps to the end, with a new warm-up. rate,
-per_parameter=20 (training tokens), window=512, batch=2048 (tokens a step), mup=64 (0: the usual parametrization), data
-(a directory of pe_lab.prepare, or a source such as prose), attention=chunked (auto on GPUs), size=laptop (or quick).
+encodings of the checkpoint. from=RUN continues it from the share `at` of its steps to the end, with a new warm-up.
+rate, per_parameter=20 (training tokens), window=512, batch=2048 (tokens a step), mup=64 (0: the usual parametrization),
+data (a directory of pe_lab.prepare, or a source such as prose), attention=chunked (auto on GPUs), size=laptop (quick).
 
 Data: python -m pe_lab.prepare --source=manuals --tokenizer=sentencepiece:train:4096 --language=en --exact-duplicates
   --near-duplicates=0.8 --out=data/manuals
@@ -117,7 +117,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config.phases = [made]
     milestones = [round(steps * share) for share in MILESTONES] if start == "random" else []
     config.checkpoint = dict(every_steps=max(steps // 16, 1), milestones=milestones, keep=1)
-    config.log = dict(every_steps=10, validate_every_steps=max(steps // 32, 1), validation_batches=16, trackers=[])
+    config.log = dict(every_steps=10, validate_every_steps=max(steps // 16, 1), validation_batches=32, trackers=[])
     config.evaluation = dict(factors=[1, 2], options=dict(tokens=262_144))
     if quick:
         config.log.validation_batches = 2

@@ -7,13 +7,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pe_lab.config import Config
 from pe_lab.errors import ConfigError, did_you_mean
 from pe_lab.lab.claims.equal_help import HELP, NONE, help_of
 from pe_lab.lab.claims.measures import scores
 from pe_lab.lab.claims.rates import Rates, Untuned
-from pe_lab.lab.claims.values import arm_of
+from pe_lab.lab.claims.values import Values, arm_of
 from pe_lab.lab.claims.verdict import Condition, Criterion, Precondition
 from pe_lab.recipes import explained, load_module
 from pe_lab.storage import AnyPath
@@ -35,12 +36,14 @@ class Arm:
         same seed, or what `surgery` made of it.
       parent: the arm that it starts from; None: random weights.
       surgery: options of `pe_lab.surgery`, which edits the parent's run of each seed first.
+      seeds: how many of the claim's seeds, the first ones, it is trained for, where it costs more than others; 0: all.
     """
 
     name: str
     recipe: str
     parent: Arm | None = None
     surgery: str = ""
+    seeds: int = 0
 
     def __post_init__(self) -> None:
         if self.surgery and self.parent is None:
@@ -101,6 +104,7 @@ class Claim:
       help: what every arm has at test time: the logit scale that was `fitted` to other text, that of a paper's
         `constant`, or `none`.
       references: numbers of configs, by the name that stands for an arm in terms.
+      fits: what is fitted to the numbers, as JSON that the result keeps, such as a law and what it predicts.
       evaluation: options of `pe_lab.evaluate` for the last phase of each arm; None: it is not evaluated.
       measure: the numbers of one run, {metric: value}, from its directory; by default those of its evaluation.
       curves: the terms "ARM: METRIC" of the figure, with {x} for the length's factor: {panel: {label: term}}.
@@ -118,6 +122,7 @@ class Claim:
     rates: Rates | None = None
     help: str = NONE
     references: Mapping[str, Reference] = field(default_factory=dict)
+    fits: Callable[[Values], Mapping[str, Any]] | None = None
     quote: str = ""
     evaluation: tuple[str, ...] | None = ()
     measure: Callable[[AnyPath], Mapping[str, float]] = scores
@@ -212,6 +217,7 @@ class Claim:
             criteria=(Criterion("none", f"{name}: none", by=1.0),),
             preconditions=(),
             references={},
+            fits=None,
             rates=Rates(apart="one run"),
             recipes={name: self.recipes[name]} if self.recipes else {},
         )
@@ -236,7 +242,8 @@ class Claim:
 
     def seeds_of(self, arm: Arm, seeds: Sequence[int]) -> Sequence[int]:
         """The seeds that an arm is trained for, of those of the claim: the first ones for an arm of the pilot."""
-        return seeds[: self.rates.seeds] if self.rates and arm in self.pilot else seeds
+        most = self.rates.seeds if self.rates and arm in self.pilot else arm.seeds
+        return seeds[: most or None]
 
     @property
     def conditions(self) -> tuple[Condition, ...]:

@@ -154,6 +154,33 @@ def previous_token_bias(directory: AnyPath) -> dict[str, float]:
     return {"previous-token bias": float(bias[..., positional_bias.PATTERNS.index("previous token")].max())}
 
 
+def onset(directory: AnyPath) -> dict[str, float]:
+    """The tokens after which a run from random weights predicts text better than a trigram table, `onset`.
+
+    Between two validations the loss is taken to fall linearly in the logarithm of the tokens. The table is of the
+    tokens that the whole run reads (`trigram`). A run that never does has no such number.
+
+    Raises:
+      DataError: the run has several phases, or text of several sources.
+    """
+    from pe_lab.config import from_dict
+
+    (run,) = read_runs([directory])
+    names = validation_names(run.phases[0])
+    if len(run.phases) > 1 or names != ["validation_loss"]:
+        raise DataError(f"'{directory}': an onset is measured of a run of one phase on one source of text.")
+    (table,) = trigram(from_dict(Config, run.config)).values()
+    phase, before = run.phases[0], None
+    for at, loss in phase.series("validation_loss"):
+        if loss < table:
+            if before is None:
+                return {"onset": at}
+            share = (before[1] - table) / (before[1] - loss)
+            return {"onset": before[0] * (at / before[0]) ** share}
+        before = (at, loss) if at else None
+    return {}
+
+
 def validation_names(phase: PhaseFiles) -> list[str]:
     """The validation losses that a phase has logged."""
     names = dict.fromkeys(name for record in phase.metrics for name in record if name.startswith("validation_loss"))
@@ -224,7 +251,7 @@ def largest_excess(losses: Float[np.ndarray, " n"], lasts: int) -> float:
 # ---------------------------------------------------------------------------------------------------------------------
 # Of a config, without a run: its shape, and what a table of its training tokens predicts
 
-TOKENS = 5_000_000  # of training, at most: at the papers' sizes the table reads fewer tokens than the model
+TOKENS = 128_000_000  # of training, at most: at the papers' sizes the table reads fewer tokens than the model
 
 
 def shape(config: Config) -> dict[str, float]:

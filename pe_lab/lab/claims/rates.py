@@ -29,6 +29,7 @@ class Rates:
       default: the rate of a recipe that names none.
       of: the number whose best rate is looked for, of `losses`; lower is better.
       seeds: how many of the claim's seeds, the first ones, the pilot trains.
+      arms: the names of those that the pilot trains, where muP carries their rates to the others; (): all.
       apart: why there is no grid, where the rate is what the claim compares; `grid` is then empty.
     """
 
@@ -36,6 +37,7 @@ class Rates:
     default: float = 3e-3
     of: str = "validation prose"
     seeds: int = 1
+    arms: tuple[str, ...] = ()
     apart: str = ""
 
     def __post_init__(self) -> None:
@@ -62,19 +64,22 @@ class Rates:
             recipe = _RATE.sub(f"rate={rate:g}", arm.recipe)
         else:
             recipe = f"{arm.recipe}{',' if ':' in arm.recipe else ':'}rate={rate:g}"
-        return dataclasses.replace(arm, name=f"{arm.name}.rate_{rate:.10f}".rstrip("0"), recipe=recipe)
+        return dataclasses.replace(arm, name=f"{arm.name}.rate_{rate:.10f}".rstrip("0"), recipe=recipe, seeds=0)
 
     def pilot(self, arms: Sequence[Arm]) -> tuple[Arm, ...]:
         """The arms that the pilot trains, apart from the claim's own."""
-        return tuple(one for arm in arms for rate in self.grid if (one := self.at(arm, rate)) != arm)
+        return tuple(one for arm in self._tried(arms) for rate in self.grid if (one := self.at(arm, rate)) != arm)
 
     def preconditions(self, arms: Sequence[Arm]) -> tuple[BestRate, ...]:
         """That each of these arms has the best rate of the grid."""
         return tuple(
             BestRate(arm.name, self.own(arm), self.of, tuple((r, self.at(arm, r).name) for r in self.grid))
-            for arm in arms
+            for arm in self._tried(arms)
             if self.grid
         )
+
+    def _tried(self, arms: Sequence[Arm]) -> list[Arm]:
+        return [arm for arm in arms if not self.arms or arm.name in self.arms]
 
 
 @dataclass(frozen=True)

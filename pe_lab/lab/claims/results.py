@@ -85,10 +85,16 @@ def make_result(
                 for arm, metrics in values.items()
             },
             "windows": _windows(claim, seeds, values),
+            **_fitted(claim, values),
             "machine": machine(),
             "versions": versions(),
         }
     )
+
+
+def _fitted(claim: Claim, values: Values) -> dict[str, Any]:
+    """What the claim fits to its numbers, as a part of its result."""
+    return {"fits": dict(claim.fits(values))} if claim.fits else {}
 
 
 def _windows(claim: Claim, seeds: Sequence[int], values: Values) -> dict[str, Any]:
