@@ -79,9 +79,8 @@ def test_decode(tmp_path):
     assert said.count("the limit of a copy") == 2
 
 
-@pytest.mark.slow
-def test_extend_smollm2(tmp_path, monkeypatch):
-    """From a tiny checkpoint and prepared text to an answer; 60 s."""
+def with_checkpoint(tmp_path: Path, monkeypatch) -> None:
+    """Sets FROM, DATA and WORK of scripts that start from a checkpoint: a tiny one, and prepared text."""
     monkeypatch.syspath_prepend(str(ROOT / "tests/evaluation"))
     import tiny
 
@@ -93,6 +92,25 @@ def test_extend_smollm2(tmp_path, monkeypatch):
     monkeypatch.setenv("FROM", str(start))
     monkeypatch.setenv("DATA", str(prepared))
     monkeypatch.setenv("WORK", str(tmp_path / "work"))
+
+
+@pytest.mark.slow
+def test_smollm2_drop(tmp_path, monkeypatch):
+    """Three runs from a tiny checkpoint, and what is kept of them; 60 s."""
+    with_checkpoint(tmp_path, monkeypatch)
+    run_tiny("smollm2_drop.sh", tmp_path)
+    losses = {}
+    for run in ("control", "ten_layers", "all_layers"):
+        records = [json.loads(line) for line in (tmp_path / "smollm2_drop" / run / "metrics.jsonl").open()]
+        losses[run] = [one["validation_loss"] for one in records if "validation_loss" in one]
+        assert max(one["step"] for one in records) == 10
+    assert len({found[0] for found in losses.values()}) == 3 and (tmp_path / "smollm2_drop/report.html").exists()
+
+
+@pytest.mark.slow
+def test_extend_smollm2(tmp_path, monkeypatch):
+    """From a tiny checkpoint and prepared text to an answer; 60 s."""
+    with_checkpoint(tmp_path, monkeypatch)
     said = run_tiny("extend_smollm2.sh", tmp_path)
     answer = json.loads((tmp_path / "extend/answer.json").read_text())
     assert answer["answer"] in said and {one["variant"] for one in answer["arms"]} == {"unchanged", "yarn"}
