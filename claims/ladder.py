@@ -95,8 +95,8 @@ def of_runs(directory: Any) -> dict[str, float]:
 
 ORDER: Sequence[int] = tuple(SEEDS)
 CLAIM = Claim(
-    sentence="The larger the model, the less a late drop and its recalibration cost at the training length, beyond what "
-    "as many more steps with RoPE give.",
+    sentence="The larger the model, the less a late drop and its recalibration cost at the training length, beyond "
+    "what as many more steps with RoPE give.",
     quote="Consistent with this, we observe that dropping the positional encoding only at the very end of pretraining "
     "(DroPE @ 16K) yields the best validation perplexity, while earlier dropping steadily degrades performance.",
     paper="ours, on DroPE, appendix D.1: its model of 494M has a perplexity of 21.73 when dropped after 87.5% of the "
