@@ -140,6 +140,8 @@ def main(argv: Sequence[str]) -> int:
         return _write_pages(args)
     if args.judge is not None:
         return _judge_again(args)
+    if args.rerun is not None and len(args.names) != 1:
+        raise ConfigError("--rerun is of one claim: python -m pe_lab.claims NAME --rerun=ARM --seeds=0,")
     if not args.names and not args.all:
         out.print(_listed())
         return 0
@@ -151,7 +153,7 @@ def main(argv: Sequence[str]) -> int:
         claims = [claim.at("paper") for claim in claims if args.names or claim.recipes]
     where = storage.path("--out", args.out or root / "results")
     if args.rerun is not None:
-        return _run_again(claims, args, root, where, overrides, passed_on)
+        return _run_again(claims[0], args, root, where, overrides, passed_on)
     jobs = [_Job(claim, args, root, where, overrides) for claim in claims]
     jobs.sort(key=lambda one: flops_left(one.plan()))
     if args.dry_run:
@@ -293,18 +295,18 @@ def _written(result: Mapping[str, Any], where: storage.AnyPath) -> str:
 
 
 def _run_again(
-    claims: Sequence[Claim],
+    claim: Claim,
     args: argparse.Namespace,
     root: storage.AnyPath,
     where: storage.AnyPath,
     overrides: Mapping[str, str],
-    passed_on: Mapping[str, Sequence[str]],
+    passed_on: Mapping[str, Mapping[str, str]],
 ) -> int:
     """Trains one arm and seed again, and adds the re-run to the result of the claim."""
     seeds = parse_seeds(args.seeds or "0,")
-    if len(claims) != 1 or len(seeds) != 1:
-        raise ConfigError("--rerun is of one claim and one seed: python -m pe_lab.claims NAME --rerun=ARM --seeds=0,")
-    (claim,), (seed,) = claims, seeds
+    if len(seeds) != 1:
+        raise ConfigError("--rerun is of one seed: --seeds=2, is seed 2.")
+    (seed,) = seeds
     job = _Job(claim.only(args.rerun), args, root / "reruns" / f"{args.rerun}__seed={seed}", where, overrides, seeds)
     if job.before is None:
         raise ConfigError(
