@@ -182,7 +182,7 @@ def test_a_run_that_is_run_again_is_a_record_of_the_result(claim, capsys):
     assert main(["better.py", "--seeds=3"]) == 0
     assert main(again) == 0
     where = claim / "runs/claims/laptop"
-    assert (where / "reruns/child__seed=1/base__seed=1").is_dir()
+    assert (where / "reruns/child__seed=1__1/base__seed=1").is_dir()
     (result,) = read_results(where / "results")
     (record,) = result["reruns"]
     assert (record["arm"], record["seed"], record["difference"]) == ("child", 1, {"validation": 0.0})
@@ -194,7 +194,9 @@ def test_a_run_that_is_run_again_is_a_record_of_the_result(claim, capsys):
     assert main(again) == 0
     assert "better: NOT SETTLED: smaller than the noise of re-running" in capsys.readouterr().out
     (result,) = read_results(where / "results")
-    assert len(result["reruns"]) == 2
+    assert len(result["reruns"]) == 2 and (where / "reruns/child__seed=1__2").is_dir()
+    assert result["history"][-1]["why"] == "child (seed 1) was run again"
+    assert [one["verdict"] for one in result["history"]] == ["confirmed", "not settled"]
     assert main(["better.py", "--seeds=3"]) == 0  # they stay with the result
     assert len(read_results(where / "results")[0]["reruns"]) == 2
     assert main(["better.py", "--rerun=chld"]) == 2
