@@ -202,6 +202,7 @@ def test_a_power_table_has_the_comparison_that_needs_most():
     with pytest.raises(ConfigError, match="`effect` 0.5 is no more than the margin 1"):
         Criterion("bad", of="a: loss", by=1.0, effect=0.5)
     assert GAIN.sees == 0.02
+    assert rule.rule.endswith(", by more than 1; sees 2")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
