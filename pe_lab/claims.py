@@ -51,6 +51,7 @@ from pe_lab.lab.sweeps import Runner, parse_seeds
 from pe_lab.lab.sweeps.runners import make_runner, split_passed_on
 from pe_lab.lab.sweeps.state import Board, planned_texts, short
 from pe_lab.recipes import split_overrides
+from pe_lab.results.records import mappings
 
 AUTO = "auto"  # of --seeds
 
@@ -140,6 +141,8 @@ def main(argv: Sequence[str]) -> int:
         return _write_pages(args)
     if args.judge is not None:
         return _judge_again(args)
+    if args.rerun is not None and len(args.names) != 1:
+        raise ConfigError("--rerun is of one claim: python -m pe_lab.claims NAME --rerun=ARM --seeds=0,")
     if not args.names and not args.all:
         out.print(_listed())
         return 0
@@ -150,8 +153,9 @@ def main(argv: Sequence[str]) -> int:
     if args.size == "paper":
         claims = [claim.at("paper") for claim in claims if args.names or claim.recipes]
     where = storage.path("--out", args.out or root / "results")
+    deadline = time.monotonic() + args.budget if args.budget else None
     if args.rerun is not None:
-        return _run_again(claims, args, root, where, overrides, passed_on)
+        return _run_again(claims[0], args, root, where, overrides, passed_on, deadline)
     jobs = [_Job(claim, args, root, where, overrides) for claim in claims]
     jobs.sort(key=lambda one: flops_left(one.plan()))
     if args.dry_run:
@@ -160,7 +164,6 @@ def main(argv: Sequence[str]) -> int:
         return 0
     runner = make_runner(args.on, args.jobs, passed_on)
     storage.check_place("--out", where)  # before what may take days
-    deadline = time.monotonic() + args.budget if args.budget else None
     line = shlex.join(["python", "-m", "pe_lab.claims", *argv])
     status = 0
     for job in jobs:
@@ -293,28 +296,31 @@ def _written(result: Mapping[str, Any], where: storage.AnyPath) -> str:
 
 
 def _run_again(
-    claims: Sequence[Claim],
+    claim: Claim,
     args: argparse.Namespace,
     root: storage.AnyPath,
     where: storage.AnyPath,
     overrides: Mapping[str, str],
-    passed_on: Mapping[str, Sequence[str]],
+    passed_on: Mapping[str, Mapping[str, str]],
+    deadline: float | None,
 ) -> int:
-    """Trains one arm and seed again, and adds the re-run to the result of the claim."""
+    """Trains one arm and seed again, in a directory for each time, and adds the re-run to the result of the claim."""
     seeds = parse_seeds(args.seeds or "0,")
-    if len(claims) != 1 or len(seeds) != 1:
-        raise ConfigError("--rerun is of one claim and one seed: python -m pe_lab.claims NAME --rerun=ARM --seeds=0,")
-    (claim,), (seed,) = claims, seeds
-    job = _Job(claim.only(args.rerun), args, root / "reruns" / f"{args.rerun}__seed={seed}", where, overrides, seeds)
+    if len(seeds) != 1:
+        raise ConfigError("--rerun is of one seed: --seeds=2, is seed 2.")
+    (seed,) = seeds
+    job = _Job(claim.only(args.rerun), args, root, where, overrides, seeds)
     if job.before is None:
         raise ConfigError(
             f"'{where}' has no result of '{claim.name}' at this size to compare a re-run with. Run it first."
         )
+    times = [(one["arm"], one["seed"]) for one in mappings(job.before.get("reruns")) if "claim" not in one]
+    job.directory /= f"reruns/{args.rerun}__seed={seed}__{1 + times.count((args.rerun, seed))}"
     if args.dry_run:
         console().print(_costs(job.plan()))
         return 0
     line = shlex.join(["python", "-m", "pe_lab.claims", claim.name, f"--rerun={args.rerun}", f"--seeds={seed},"])
-    if status := _trained(job, make_runner(args.on, args.jobs, passed_on), line, None):
+    if status := _trained(job, make_runner(args.on, args.jobs, passed_on), line, deadline):
         return status
     numbers = {m: each[seed] for m, each in collect(job.claim, job.plan(), console().print)[args.rerun].items()}
     console().print(_written(with_rerun(claim, job.before, args.rerun, seed, numbers), where))

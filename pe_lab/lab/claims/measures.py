@@ -31,6 +31,7 @@ def together(*measures: Measure) -> Measure:
     def measured(directory: AnyPath) -> dict[str, float]:
         return {name: value for one in measures for name, value in one(directory).items()}
 
+    measured.__qualname__ = ", ".join(getattr(one, "__qualname__", str(one)) for one in measures)  # in results
     return measured
 
 

@@ -66,7 +66,7 @@ def make_result(
             **_words(claim),
             "size": size,
             **_judged(claim, values, len(seeds), before, conditions, kept, why=why),
-            "pilot": list(pilot) or (before or {}).get("pilot", []),
+            "pilot": list(pilot),
             "seeds": list(seeds),
             "command": command,
             "minutes": seconds / 60,
@@ -139,10 +139,8 @@ def with_rerun(
         raise ConfigError(f"claim '{claim.name}': its result has no numbers of '{arm}' with seed {seed}.")
     made = reruns.rerun(arm, seed, numbers, before, {"machine": machine()["host"], "time": now()})
     kept = [*mappings(result.get("reruns")), made]
-    conditions = {"rule": result["history"][-1]["rule"]}
-    judged = _judged(
-        claim, values_of(result), len(result["seeds"]), result, conditions, kept, missing_is_unmeasured=True
-    )
+    why, seeds = f"{arm} (seed {seed}) was run again", len(result["seeds"])
+    judged = _judged(claim, values_of(result), seeds, result, {"rule": claim.rule}, kept, why, True)
     return finite({**result, **judged})
 
 

@@ -103,14 +103,15 @@ class Criterion:
 
     @property
     def rule(self) -> str:
-        """The comparison in words."""
+        """The comparison in words, with the effect that it has to see if that is not twice the margin."""
         sign = "<" if self.lower else ">"
         others = {0: "0", 1: self.over[0] if self.over else ""}.get(len(self.over), f"each of ({'; '.join(self.over)})")
+        sees = f"; sees {self.effect:g}" if self.effect else ""
         if self.tolerance:
-            return f"{self.of} {sign} {others} {'+' if self.lower else '-'} {self.tolerance:g}"
+            return f"{self.of} {sign} {others} {'+' if self.lower else '-'} {self.tolerance:g}{sees}"
         if self.within:
-            return f"{self.of} = {others}, within {self.within:g}"
-        return f"{self.of} {sign} {others}, by more than {self.by:g}"
+            return f"{self.of} = {others}, within {self.within:g}{sees}"
+        return f"{self.of} {sign} {others}, by more than {self.by:g}{sees}"
 
 
 @runtime_checkable

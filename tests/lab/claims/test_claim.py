@@ -25,7 +25,6 @@ from pe_lab.lab.claims.results import (
     point,
     read_results,
     values_of,
-    verdict_text,
 )
 from pe_lab.lab.claims.running import collect, make_stages, records_digest
 from pe_lab.lab.claims.verdict import judge
@@ -156,6 +155,75 @@ def test_a_history_goes_on_from_the_committed_result(claim):
     assert [one["verdict"] for one in result["history"]] == ["confirmed", "equivalent"]
 
 
+def test_seeds_by_power(claim, capsys):
+    """2 s. A pilot of three seeds, then as many others as show the effect; the same command again chooses the same."""
+    path = claim / "better.py"
+    path.write_text(path.read_text().replace("by=0.01)", "by=0.01, effect=0.02)"))
+    assert main(["better.py", "--dry-run"]) == 0
+    assert "No result tells the deviation yet: --seeds=auto trains a pilot of 3 seeds." in capsys.readouterr().out
+    assert main(["better.py", "--seeds=auto", "--jobs=2"]) == 0
+    out = capsys.readouterr().out
+    assert "seeds needed" in out and "better: CONFIRMED" in out
+    (result,) = read_results(claim / "runs/claims/laptop/results")
+    assert result["seeds"] == [3, 4, 5, 6, 7]  # five of one criterion, and none of the pilot's
+    assert (
+        result["pilot"][0]["seeds"] == 5 and result["pilot"][0]["effect"] == 0.02 and result["power"][0]["pilot"] == 5
+    )
+    assert main(["better.py", "--seeds=auto"]) == 0
+    assert "(0 runs to train in" in capsys.readouterr().out
+    assert read_results(claim / "runs/claims/laptop/results")[0]["seeds"] == [3, 4, 5, 6, 7]
+
+
+def test_a_run_that_is_run_again_is_a_record_of_the_result(claim, capsys):
+    """2 s. With its parents, in a directory of its own; what it moved by may leave the claim open."""
+    again = ["better.py", "--rerun=child", "--seeds=1,"]
+    assert main(again) == 2
+    assert "has no result of 'better' at this size to compare a re-run with" in capsys.readouterr().err
+    assert main(["better.py", "--seeds=3"]) == 0
+    assert main(again) == 0
+    where = claim / "runs/claims/laptop"
+    assert (where / "reruns/child__seed=1__1/base__seed=1").is_dir()
+    (result,) = read_results(where / "results")
+    (record,) = result["reruns"]
+    assert (record["arm"], record["seed"], record["difference"]) == ("child", 1, {"validation": 0.0})
+    assert record["machine"] and result["verdict"] == "confirmed"
+    assert "Run again: child (seed 1)." in capsys.readouterr().out
+
+    result["values"]["child"]["validation"][1] += 0.9  # as if the first run had been another one
+    (where / "results/better.json").write_text(json.dumps(result))
+    assert main(again) == 0
+    assert "better: NOT SETTLED: smaller than the noise of re-running" in capsys.readouterr().out
+    (result,) = read_results(where / "results")
+    assert len(result["reruns"]) == 2 and (where / "reruns/child__seed=1__2").is_dir()
+    assert result["history"][-1]["why"] == "child (seed 1) was run again"
+    assert [one["verdict"] for one in result["history"]] == ["confirmed", "not settled"]
+    assert main(["better.py", "--seeds=3"]) == 0  # they stay with the result
+    assert len(read_results(where / "results")[0]["reruns"]) == 2
+    assert main(["better.py", "--rerun=chld"]) == 2
+    assert "claim 'better' has no arm 'chld'. Did you mean 'child'" in capsys.readouterr().err
+
+
+def test_rates_are_a_grid_that_is_trained_for_the_first_seeds(claim, capsys):
+    """2 s. The stand-in's losses do not depend on the rate: the first one is the best, at the grid's end."""
+    for recipe in ("tiny.py", "again.py"):
+        source = (claim / recipe).read_text()
+        (claim / recipe).write_text(
+            source.replace(
+                'def get_config(arg=""):',
+                'def get_config(arg=""):\n    arg = arg.partition(",rate=")[0].partition("rate=")[0]',
+            )
+        )
+    path = claim / "better.py"
+    path.write_text(path.read_text().replace('apart="a stand-in has none"', 'grid=(1e-3, 3e-3, 1e-2), of="validation"'))
+    assert main(["better.py", "--seeds=2", "--jobs=2"]) == 0
+    out = capsys.readouterr().out
+    assert "better: NOT TESTABLE HERE: base: its learning rate is the best of the grid" in out
+    assert "best at 0.001 (0.001: 3, 0.003: 3, 0.01: 3), the lowest of the grid" in out
+    (result,) = read_results(claim / "runs/claims/laptop/results")
+    assert result["values"]["base.rate_0.01"]["validation"] == [3.0, None]
+    assert [one["met"] for one in result["preconditions"]] == [False, False]
+
+
 def test_a_changed_recipe_is_not_taken_for_the_run_that_is_there(claim):
     assert main(["better.py", "--seeds=1,"]) == 0
     again = claim / "again.py"
@@ -171,6 +239,9 @@ def test_a_changed_recipe_is_not_taken_for_the_run_that_is_there(claim):
         (["better.py", "--budget=long"], "'long' is no time"),
         (["better.py", "--size=paper"], "claim 'better' has no recipes at paper size"),
         (["better.py", "--seeds=0"], "--seeds=0: it is the number of seeds"),
+        (["better.py", "--seeds=some"], "--seeds='some': give a number of seeds"),
+        (["better.py", "--rerun=child", "--seeds=2"], "--rerun is of one seed"),
+        (["--rerun=child"], "--rerun is of one claim"),
         (["--write=claims.md", "--out=empty"], "'empty' has no results"),
         (["better.py", "--write=claims.md"], "leave the names out"),
         (["better.py", "--evaluate.lengths=1x"], "--evaluate.lengths: a claim's file says"),

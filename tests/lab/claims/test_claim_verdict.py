@@ -1,4 +1,4 @@
-"""The statistics of claims: verdicts from differences over seeds. 2 s."""
+"""The statistics of claims: verdicts from differences over seeds. 5 s."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scipy import stats
 
 from pe_lab.errors import ConfigError
 from pe_lab.lab.claims.claim import load_claim
-from pe_lab.lab.claims.results import read_results
+from pe_lab.lab.claims.results import read_results, values_of
 from pe_lab.lab.claims.verdict import (
     CONFIRMED,
     EQUIVALENT,
@@ -269,40 +269,91 @@ def test_errors_name_what_is_missing():
         Criterion("bad", of="a: loss", by=0.1, within=0.1)
 
 
+def noise_of(result):
+    """The criteria of a result that can be resampled, and the deviations of one arm for all numbers of each."""
+    deviations = {}
+    for arm, metrics in result["values"].items():
+        for metric, listed in metrics.items():
+            known = [v for v in listed if v is not None]
+            if len(known) > 2 and np.ptp(known) > 0:
+                # Deviations from the mean of n are too small by the square root of (n - 1) / n.
+                unbiased = math.sqrt(len(known) / (len(known) - 1))
+                deviations[f"{arm}: {metric}"] = (np.asarray(known) - np.mean(known)) * unbiased
+    usable = [
+        one
+        for one in load_claim(result["claim"]).criteria
+        if one.over and all(term in deviations for term in (one.of, *one.over))
+    ]
+    noise: dict = {}
+    for one in usable:
+        source = next((noise[term] for term in one.terms if term in noise), deviations[one.of])
+        noise |= {term: noise.get(term, source) for term in one.terms}
+    return usable, noise
+
+
+def drawn_from(noise, rng, shifted=None):
+    """Three seeds of each number, of deviations with random signs; `shifted` adds to some terms."""
+    found: dict = {}
+    for term, deviation in noise.items():
+        arm, metric = term.split(": ", 1)
+        draw = rng.choice(deviation, 3) * rng.choice([-1, 1], 3) + (shifted or {}).get(term, 0.0)
+        found.setdefault(arm, {})[metric] = dict(enumerate(draw))
+    return found
+
+
 def test_committed_results_resampled_under_one_recipe_are_not_settled():
     """1 s. The noise of real seeds: all arms of each criterion drawn from one arm's own deviations, 25 times.
 
-    All criteria of a claim are judged together, as its verdict is. Equal recipes are as good and equal, so that only a
-    claim that claims a gain must not be confirmed.
+    All criteria of a claim are judged together, as its verdict is, with the noise of re-running that the result knows.
+    Equal recipes are as good and equal, so that only a claim that claims a gain must not be confirmed.
     """
     rng, drawn, several, settled = np.random.default_rng(0), 0, 0, 0
     for result in read_results():
-        deviations = {}
-        for arm, metrics in result["values"].items():
-            for metric, listed in metrics.items():
-                known = [v for v in listed if v is not None]
-                if len(known) > 2 and np.ptp(known) > 0:
-                    # Deviations from the mean of n are too small by the square root of (n - 1) / n.
-                    unbiased = math.sqrt(len(known) / (len(known) - 1))
-                    deviations[f"{arm}: {metric}"] = (np.asarray(known) - np.mean(known)) * unbiased
-        usable = [
-            one
-            for one in load_claim(result["claim"]).criteria
-            if one.over and all(term in deviations for term in (one.of, *one.over))
-        ]
+        usable, noise = noise_of(result)
         if not usable:
             continue
-        noise = {}
-        for one in usable:
-            source = next((noise[term] for term in one.terms if term in noise), deviations[one.of])
-            noise |= {term: noise.get(term, source) for term in one.terms}
         several += len(usable) > 1
         for _ in range(25):
-            values: dict = {}
-            for term, deviation in noise.items():
-                arm, metric = term.split(": ", 1)
-                values.setdefault(arm, {})[metric] = dict(enumerate(rng.choice(deviation, 3) * rng.choice([-1, 1], 3)))
             drawn += 1
             wrong = {REFUTED, CONFIRMED} if any(one.by for one in usable) else {REFUTED}
-            settled += judge(usable, values)[1] in wrong
+            settled += judge(usable, drawn_from(noise, rng), reruns=result["reruns"])[1] in wrong
     assert several > 5 and at_most(settled, drawn)
+
+
+def test_committed_results_resampled_at_the_margin_are_not_equivalent():
+    """2 s. A difference that is the margin is found to be smaller in fewer than 2.5 of 100, by real seeds' noise."""
+    rng, drawn, wrong = np.random.default_rng(0), 0, 0
+    for result in read_results():
+        usable, noise = noise_of(result)
+        for one in usable:
+            if one.tolerance or len(one.over) > 1 or " - " in one.of:
+                continue
+            for sign in (-1, 1):
+                for _ in range(25):
+                    draw = drawn_from(noise, rng, {one.of: sign * one.margin})
+                    drawn += 1
+                    wrong += judge([one], draw, reruns=result["reruns"])[0][0]["outcome"] == EQUIVALENT
+    assert drawn > 500 and at_most(wrong, drawn, 0.025)
+
+
+def test_resampled_results_are_testable_where_their_preconditions_are_met():
+    """The fifth verdict: whatever the criteria show, and by the precondition's numbers alone."""
+    rng, seen = np.random.default_rng(0), set()
+    for result in read_results():
+        usable, noise = noise_of(result)
+        claim, real = load_claim(result["claim"]), values_of(result)
+        for _ in range(3):
+            draw = drawn_from(noise, rng)
+            for arm, metrics in real.items():
+                draw[arm] = {**metrics, **draw.get(arm, {})}
+            # Numbers of preconditions stay what they are; those of criteria are noise.
+            for term in (term for one in claim.conditions for term in one.terms):
+                arm, _, metric = term.partition(": ")
+                if metric in real.get(arm, {}):
+                    draw[arm][metric] = real[arm][metric]
+            _, verdict, checked = judge(usable or claim.criteria, draw, claim.conditions, True)
+            failed = {one["met"] for one in checked}
+            assert (verdict == UNTESTABLE) == (False in failed), result["claim"]
+            assert False in failed or None not in failed or verdict == OPEN
+            seen.add(verdict == UNTESTABLE)
+    assert seen == {True, False}
