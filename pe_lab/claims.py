@@ -384,7 +384,7 @@ def _write_pages(args: argparse.Namespace) -> int:
         path = Path(args.write)
         figures = os.path.relpath(where, path.parent)
         before = path.read_text() if path.is_file() else "# Claims\n"
-        storage.write_file(path, page.with_generated(before, page.markdown(results, figures)))
+        storage.write_file(path, page.with_generated(before, results, figures))
         print(f"Wrote {path}: {len(results)} claims.")
     if args.report:
         path = storage.write_file(Path(args.report), page.html_page(results))

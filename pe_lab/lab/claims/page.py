@@ -35,9 +35,13 @@ from pe_lab.results.formatting import count
 from pe_lab.results.records import as_dict, mappings
 from pe_lab.results.table import TextTable
 
+# Of the two made parts of the page: the table at its top, and the sections below.
 BEGIN, END = "<!-- made by `python -m pe_lab.claims --write`: do not edit below -->", "<!-- end of what is made -->"
+TOP, TOP_END = "<!-- the papers' claims, made by `--write` -->", "<!-- end of the papers' claims -->"
 # verdict: colour of the stylesheet
 LOOKS = {CONFIRMED: "win", REFUTED: "loss", EQUIVALENT: "soft", OPEN: "soft", UNTESTABLE: "soft"}
+MOST = 12  # claims in the table at the top
+TOP_HEADER = ("claim", "in the paper's words", "paper", "asked of", "verdict", "effect, with its interval")
 HEADER = ("sentence", "paper", "verdict", "what decided, with its interval", "size", "seeds", "minutes")
 
 
@@ -82,6 +86,21 @@ def markdown(results: Sequence[Mapping[str, Any]], figures: str) -> str:
         for result, row in zip(results, table_rows(results), strict=True)
     ]
     return "\n".join([_markdown(("claim", *HEADER), rows), "", *(_section(result, figures) for result in results)])
+
+
+def summary_table(results: Sequence[Mapping[str, Any]]) -> str:
+    """The table at the top of docs/claims.md: the papers' claims in their own words, at most `MOST`."""
+    rows = []
+    for result in [one for one in results if one["quote"]][:MOST]:
+        one, name = leading(result), result["claim"].replace("_", "-")
+        arms = as_dict(result["arms"]).values()
+        largest, tokens = (max(float(about[key] or 0) for about in arms) for key in ("parameters", "tokens"))
+        asked = f"{count(largest)} parameters, {count(tokens)} tokens, {len(result['seeds'])} seeds"
+        link = f"[{result['claim']}](#{name})"
+        rows.append(
+            (link, result["quote"], result["paper"], asked, result["verdict"], f"{one['text']}: {described(one)}")
+        )
+    return _markdown(TOP_HEADER, rows)
 
 
 def _section(result: Mapping[str, Any], figures: str) -> str:
@@ -144,12 +163,17 @@ def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return TextTable("", tuple(header), tuple(map(tuple, rows))).markdown
 
 
-def with_generated(page: str, generated: str) -> str:
-    """A page with the part between its marks replaced; the marks are added at its end where it has none."""
+def with_generated(page: str, results: Sequence[Mapping[str, Any]], figures: str) -> str:
+    """A page with both of its made parts anew; one that has no marks gets them after its title and at its end."""
+    if TOP not in page:
+        title, _, rest = page.partition("\n")
+        page = f"{title}\n\n{TOP}\n{TOP_END}\n{rest}"
     if BEGIN not in page:
         page = f"{page.rstrip()}\n\n{BEGIN}\n{END}\n"
-    head, _, rest = page.partition(BEGIN)
-    return f"{head}{BEGIN}\n\n{generated.strip()}\n\n{END}{rest.partition(END)[2]}"
+    for begin, end, made in ((TOP, TOP_END, summary_table(results)), (BEGIN, END, markdown(results, figures))):
+        head, _, rest = page.partition(begin)
+        page = f"{head}{begin}\n\n{made.strip()}\n\n{end}{rest.partition(end)[2]}"
+    return page
 
 
 def html_page(results: Sequence[Mapping[str, Any]]) -> str:
