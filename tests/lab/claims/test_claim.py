@@ -15,7 +15,7 @@ from pe_lab.errors import ConfigError
 from pe_lab.lab.claims import Arm, Claim, Criterion, Precondition, Reference, load_claims
 from pe_lab.lab.claims.claim import claim_names, load_claim
 from pe_lab.lab.claims.measures import scores
-from pe_lab.lab.claims.page import BEGIN, END, draw, markdown, with_generated
+from pe_lab.lab.claims.page import BEGIN, END, TOP, TOP_END, draw, markdown, summary_table, with_generated
 from pe_lab.lab.claims.results import (
     changes_after_runs,
     described,
@@ -254,10 +254,19 @@ def test_bad_input_is_one_message(claim, capsys, argv, message):
     assert not (claim / "runs").exists()
 
 
-def test_the_generated_part_of_a_page_is_replaced():
-    once = with_generated("# Title\n\nText.\n", "one")
-    assert once.startswith("# Title\n\nText.\n\n" + BEGIN) and once.endswith(END + "\n")
-    assert with_generated(once, "two") == once.replace("one", "two")
+def test_the_made_parts_of_a_page_are_replaced():
+    results = read_results()
+    once = with_generated("# Title\n\nText.\n", results[:1], "one")
+    assert once.startswith(f"# Title\n\n{TOP}\n\n|") and f"{TOP_END}\n\nText.\n\n{BEGIN}" in once
+    assert once.endswith(END + "\n") and "](one/" in once
+    assert with_generated(once, results[:1], "two") == once.replace("](one/", "](two/")
+
+
+def test_the_page_begins_with_the_papers_claims_in_their_words():
+    results = read_results()
+    rows = summary_table(results).splitlines()[2:]
+    assert 8 < len(rows) <= 12
+    assert all(any(result["quote"] in row for result in results if result["quote"]) for row in rows)
 
 
 def test_arms_and_claims_refuse_what_makes_no_sense():
@@ -386,7 +395,7 @@ def test_committed_results_follow_from_their_numbers_and_rules():
 def test_the_committed_page_is_the_one_of_the_committed_results():
     root = Path(__file__).parents[3]
     page = (root / "docs/claims.md").read_text()
-    assert with_generated(page, markdown(read_results(), "../claims/results")) == page
+    assert with_generated(page, read_results(), "../claims/results") == page
 
 
 def test_arms_that_are_compared_have_the_same_help():
