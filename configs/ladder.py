@@ -10,7 +10,8 @@ Train:
   python -m pe_lab.claims ladder --jobs=2
 
 Arguments: width=64, layers=8; method=rope, nope, half (the slower half of the pairs does not rotate), or kept, the
-encodings of the checkpoint. from=RUN continues it from the share `at` of its steps to the end, with a new warm-up.
+encodings of the checkpoint. from=RUN continues it with a new warm-up: from the share `at` of its steps to their end, or
+from its end for the share `more`. qk_norm=none (or head, whose scale starts at 1), head_dim=32, block=pre_norm.
 rate, per_parameter=20 (training tokens), window=512, batch=2048 (tokens a step), mup=64 (0: the usual parametrization),
 data (a directory of pe_lab.prepare, or a source such as prose), attention=chunked (auto on GPUs), size=laptop (quick).
 
@@ -29,7 +30,6 @@ from ml_collections import ConfigDict
 from pe_lab.positional import NoPE, Rope
 from pe_lab.recipes import phase, recipe_arguments
 
-HEAD_DIM = 32
 # As many of the pairs rotate less than once in a window of 512 as in DroPE's model of 494M: base 1e6 at 1,024 tokens.
 BASE = 150_000.0
 BASE_WIDTH, INIT_STD = 64, 0.125  # 1 / sqrt(64)
@@ -49,6 +49,10 @@ def get_config(arg: str = "") -> ConfigDict:
         layers="8",
         method="rope",
         at="",
+        more="",
+        qk_norm="",
+        head_dim="32",
+        block="pre_norm",
         rate="8e-3",
         per_parameter="20",
         window="512",
@@ -65,6 +69,8 @@ def get_config(arg: str = "") -> ConfigDict:
     steps = max(round(parameters * float(arguments["per_parameter"]) / int(arguments["batch"]) / 16), 1) * 16
     steps = 32 if quick else steps
     first = round(steps * float(arguments["at"])) if arguments["at"] else 0
+    done = round(steps * float(arguments["more"])) if arguments["more"] else steps - first  # of this phase
+    heads = width // int(arguments["head_dim"])
 
     config = ConfigDict()
     config.name = f"ladder_{width}_{''.join(c if c.isalnum() else '_' for c in arguments['method'])}"
@@ -78,11 +84,12 @@ def get_config(arg: str = "") -> ConfigDict:
         layers=layers,
         d_model=width,
         d_ff=2 * width,
-        heads=width // HEAD_DIM,
-        kv_heads=width // HEAD_DIM,
-        head_dim=HEAD_DIM,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=int(arguments["head_dim"]),
         init_std=INIT_STD,
         mup_base_width=int(arguments["mup"]),
+        block=arguments["block"],
         dtype="float32",
         scan=False,
         attention=arguments["attention"],
@@ -101,14 +108,16 @@ def get_config(arg: str = "") -> ConfigDict:
     config.mesh = dict(data=1)  # a run is one of many, on a device of its own
     made = phase(
         name="pretrain" if start == "random" else "recalibrate",
-        steps=steps - first,
+        steps=done,
         positional=encoding(arguments["method"]),
         init_from="" if start == "random" else f"{start}/pretrain/checkpoints/{first}" if first else start,
+        qk_norm=arguments["qk_norm"],
+        qk_norm_init="ones" if arguments["qk_norm"] and start != "random" else "matched",
         sequence_length=window,
         batch_size=int(arguments["batch"]) // window,
         optimizer=dict(
             learning_rate=float(arguments["rate"]),
-            warmup_steps=max(1, round(0.03 * (steps - first))),
+            warmup_steps=max(1, round(0.03 * done)),
             weight_decay=0.1,
         ),
     )
