@@ -39,7 +39,7 @@ API = {
         "Analysis",
         ["pe_lab.analysis.frequency_use", "pe_lab.analysis.heads", "pe_lab.analysis.logit_bounds",
          "pe_lab.analysis.head_entropy", "pe_lab.analysis.positional_bias", "pe_lab.analysis.layers",
-         "pe_lab.analysis.knock_out", "pe_lab.analysis.analysis"],
+         "pe_lab.analysis.knock_out", "pe_lab.analysis.coordinates", "pe_lab.analysis.analysis"],
     ),
     "results": (
         "Results",

@@ -2,7 +2,7 @@
 
 Attention weights show where a head looks, not that the answer comes from there. Masking is the causal check: in a model
 of billions of parameters, masking 87 retrieval heads takes needles from 1.00 to 0.00, and masking as many random heads
-does nothing (arXiv 2606.21249).
+does nothing; zeroing the slowest 32 of 128 channels of these 87 alone takes them to 0.18 (arXiv 2606.21249).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pe_lab.model import Params
 from pe_lab.model.layer_pass import LayerView
 from pe_lab.model.learned import split_layers
 from pe_lab.model.shape import from_stacks, stacked_blocks, stacks
-from pe_lab.positional import NoPE, Uniform
+from pe_lab.positional import Bands, NoPE, Uniform, frequencies
 from pe_lab.results.figures import Figure, HeatMaps, Line, LineCharts, layer_names
 from pe_lab.results.findings import Arrays, Findings
 from pe_lab.results.statistics import Mean, interval, mean_of
@@ -121,8 +121,30 @@ def masked(lm: LanguageModel, heads: Sequence[Head], mask: str = "zero") -> Lang
         return dataclasses.replace(lm, checkpoint=dataclasses.replace(lm.checkpoint, params=params))
     for layer in sorted({n for n, _ in heads}):
         chosen = [h for n, h in heads if n == layer]
-        lm = lm.with_heads(layer, chosen, Uniform() if mask == "uniform" else NoPE())
+        to = (
+            quarter_removed(lm, layer, mask)
+            if mask in ("slow", "fast")
+            else {"uniform": Uniform(), "nope": NoPE()}[mask]
+        )
+        lm = lm.with_heads(layer, chosen, to)
     return lm
+
+
+def quarter_removed(lm: LanguageModel, layer: int, which: str) -> Bands:
+    """The edit of heads of a layer that removes the `slow` or the `fast` quarter of the pairs that rotate.
+
+    Raises:
+      ConfigError: fewer than four pairs rotate.
+    """
+    rates = np.sort(frequencies(lm.layers[layer].encoding, lm.config.head_dim)[0])
+    rates = rates[rates > 0]
+    if len(rates) < 4:
+        raise ConfigError(
+            f"--mask={which}: layer {layer} has {len(rates)} pairs that rotate, of which none is a quarter."
+        )
+    edge = len(rates) // 4 if which == "slow" else len(rates) - len(rates) // 4
+    # Between two rates, so that rounding decides nothing.
+    return Bands(float(np.sqrt(rates[edge - 1] * rates[edge])), keep="fast" if which == "slow" else "slow")
 
 
 def _questions(sequences: Sequences) -> SequenceQuestions:
@@ -170,7 +192,10 @@ def _options(parser: argparse.ArgumentParser) -> None:
     add("--count", metavar="K[,K...]", help="how many heads are masked (default: 1,2,4 .. a quarter of all)")
     add("--control", choices=("any", "layers"), default="any", help="where random heads are drawn (default: any)")
     add("--draws", type=bounded(int, 1, 10_000), default=3, help="random draws of heads (default: %(default)s)")
-    help = "zero: a head adds nothing; uniform: it attends to all alike; nope: it loses its encoding (default: zero)"
+    help = (
+        "zero: a head adds nothing; uniform: it attends to all alike; nope: it loses its encoding; slow, fast: it "
+        "loses the slowest or fastest quarter of its pairs (default: zero)"
+    )
     add("--mask", choices=tuple(MASKS), default="zero", help=help)
 
 
@@ -281,6 +306,8 @@ MASKS = {  # what is done to a head, and the state of the head afterwards
     "zero": ("masking", "add nothing to the residual stream"),
     "uniform": ("making uniform", "attend to all tokens alike"),
     "nope": ("dropping the encoding of", "have no positional encoding"),
+    "slow": ("removing the slowest quarter of the pairs of", "have lost the slowest quarter of their pairs"),
+    "fast": ("removing the fastest quarter of the pairs of", "have lost the fastest quarter of their pairs"),
 }
 
 

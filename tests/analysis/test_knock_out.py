@@ -29,7 +29,7 @@ from pe_lab.data.tokenizers import load_tokenizer
 from pe_lab.evaluation.variants import Subject, Variant
 from pe_lab.language_model import LanguageModel
 from pe_lab.model import Model, complete
-from pe_lab.positional import HeadEdit, Layer, NoPE, Rope, Uniform
+from pe_lab.positional import HeadEdit, Layer, NoPE, Rope, Uniform, frequencies
 
 V = D = K = 16
 CONFIG = ModelConfig(vocab_size=V, layers=2, d_model=D, d_ff=24, heads=4, kv_heads=2, head_dim=K, dtype="float32")
@@ -118,6 +118,26 @@ def test_prompts_of_niah_ask_for_their_needles():
     np.testing.assert_array_equal(repeated, found.questions.answers)
     np.testing.assert_array_equal(np.take_along_axis(found.tokens, found.questions.at + 1, 1), repeated)
     assert whole_answers(np.ones((3, 8), bool), found.questions) == [[True]] * 3
+
+
+def test_a_quarter_of_the_pairs_adds_nothing_to_the_logits_of_a_head():
+    """Logits by hand, from queries and keys whose slowest or fastest channels are 0."""
+    lm, (n, h) = made(), (1, 2)
+    tokens = np.random.default_rng(0).integers(0, lm.config.vocab_size, (1, 6))
+    found = lm.queries_keys_values(tokens, layers=[n], rotated=True)
+    rates = np.argsort(frequencies(lm.layers[n].encoding, lm.config.head_dim)[0])
+    R = len(rates)
+    for mask, gone in (("slow", rates[: R // 4]), ("fast", rates[-(R // 4) :])):
+        query, key = found.query[0, 0, :, h].copy(), found.key[0, 0, :, h // 2]
+        query[:, [*gone, *(gone + R)]] = 0
+        logits = query @ key.T / np.sqrt(2 * R)
+        logits[np.triu_indices(6, 1)] = -np.inf
+        weights = np.exp(logits - logits.max(-1, keepdims=True))
+        edited = masked(lm, [(n, h)], mask)
+        ours = edited.attention_weights(tokens, layers=[n])[0, 0]
+        np.testing.assert_allclose(ours[h], weights / weights.sum(-1, keepdims=True), atol=2e-6)
+        others = [i for i in range(lm.config.heads) if i != h]
+        np.testing.assert_array_equal(ours[others], lm.attention_weights(tokens, layers=[n])[0, 0][others])
 
 
 def test_other_masks_are_edits_of_heads():
