@@ -12,7 +12,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pe_lab.terminal import LiveText, argument_parser, console, leave, positive, stop_while_importing, table, works_on
+from pe_lab.terminal import (
+    LiveText,
+    argument_parser,
+    bounded,
+    console,
+    leave,
+    positive,
+    stop_while_importing,
+    table,
+    works_on,
+)
 
 if __name__ == "__main__":
     stop_while_importing()
@@ -41,7 +51,9 @@ from pe_lab.lab.claims.running import (
     unfinished,
 )
 from pe_lab.lab.sweeps import parse_seeds
-from pe_lab.lab.sweeps.runners import make_runner, split_passed_on
+from pe_lab.lab.sweeps.cells import MOST_CELLS
+from pe_lab.lab.sweeps.runners import check_stack, make_runner, split_passed_on
+from pe_lab.lab.sweeps.running import stacking_of, tasks_of
 from pe_lab.lab.sweeps.state import Board, planned_texts, short
 from pe_lab.recipes import split_overrides
 
@@ -68,6 +80,12 @@ def parser() -> argparse.ArgumentParser:
     add("--dry-run", action="store_true", help="list the runs and what they cost, and train nothing")
     add("--retry", action="store_true", help="train runs again that have failed")
     add("--jobs", type=positive, help="runs at once (default: one for each GPU or TPU chip, or two cores)")
+    add(
+        "--stack",
+        type=bounded(int, 2, MOST_CELLS),
+        metavar="K",
+        help="up to K runs that differ in seeds, data order, learning rates and the like train as one program",
+    )
     add("--on", default="local", help="local, slurm (an array; --slurm-time=24:00:00 ...) or ray (--ray-address=...)")
     add(
         "--write",
@@ -128,9 +146,13 @@ def main(argv: Sequence[str]) -> int:
         plan = functools.partial(make_stages, claim, args.size, seeds, directory, overrides)
         planned.append((claim, directory, plan, plan()))
     planned.sort(key=lambda one: flops_left(one[3]))
+    stack = args.stack or 1
+    check_stack(stack, args.on)
     if args.dry_run:
         for claim, _, _, stages in planned:
             out.print(f"{claim.name}: {claim.sentence}\n{_costs(stages)}")
+            for sweep in (part for stage in stages for part in stage.parts(claim)) if stack > 1 else ():
+                out.print(str(stacking_of(sweep, tasks_of(sweep, args.retry), stack)))
         return 0
     runner = make_runner(args.on, args.jobs, passed_on)
     where = storage.path("--out", args.out or root / "results")
@@ -143,7 +165,9 @@ def main(argv: Sequence[str]) -> int:
         try:
             with LiveText(out) as live:
                 line = shlex.join(["python", "-m", "pe_lab.claims", *argv])
-                states, stopped = train(claim, plan, runner, args.retry, line, Board(out, live), deadline, out.print)
+                states, stopped = train(
+                    claim, plan, runner, args.retry, line, Board(out, live), deadline, out.print, stack
+                )
         except OutOfTime:
             out.print(f"{claim.name}: the budget is spent; the runs have saved, and the same command continues")
             return os.EX_TEMPFAIL

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,13 @@ from pe_lab.config import OptimizerConfig, ProlongedConfig
 from pe_lab.errors import ConfigError
 from pe_lab.positional import Parameter
 from pe_lab.training.muon import add_cautious_decay, is_matrix, scale_by_muon
+
+
+class OptimizerNumbers(NamedTuple):
+    """What an optimizer takes as arrays where the runs of a stack differ; of a run alone they are constants."""
+
+    learning_rate: jax.Array  # of the step at hand
+    weight_decay: jax.Array
 
 
 def learning_rate(config: OptimizerConfig, steps: int, prolonged: Sequence[ProlongedConfig] = ()) -> optax.Schedule:
@@ -131,11 +138,13 @@ def make_optimizer(
     axes: Any,
     prolonged: Sequence[ProlongedConfig] = (),
     learned: Mapping[str, Mapping[str, Parameter]] | None = None,
+    numbers: OptimizerNumbers | None = None,
 ) -> optax.GradientTransformation:
     """Clipping by global norm, then AdamW, or Muon for the matrices of the layers and AdamW for the rest.
 
     The weight decay is decoupled, and multiplied by the learning rate of its group. Parameters of encodings have the
-    rates and the decay that their encodings choose. `axes` is `Model.axes`, `learned` `Model.encoding_settings`.
+    rates and the decay that their encodings choose. `axes` is `Model.axes`, `learned` `Model.encoding_settings`. With
+    `numbers` it is the same optimizer, with the same state, for one step.
     """
 
     def by_parameter(function: Callable[..., Any]) -> Any:
@@ -166,6 +175,8 @@ def make_optimizer(
     clip = optax.clip_by_global_norm(config.clip_norm)
     adam = dict(b1=config.b1, b2=config.b2, eps=config.epsilon)
     rate, decay = learning_rate(config, steps, prolonged), config.weight_decay
+    if numbers is not None:
+        rate, decay = (lambda count: numbers.learning_rate), numbers.weight_decay
     if config.name == "adamw":
         chained = optax.chain(clip, optax.adamw(rate, **adam, weight_decay=decay, mask=mask))
     else:
