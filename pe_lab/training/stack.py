@@ -63,7 +63,7 @@ class CellMetric:
         self._of_all, self._index = of_all, index
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.asarray(self._of_all, dtype)[self._index]
+        return np.asarray(np.asarray(self._of_all)[self._index], dtype)
 
     def block_until_ready(self) -> CellMetric:
         self._of_all.block_until_ready()

@@ -13,8 +13,9 @@ from tiny_runs import arrays, compilations_kept, records, tiny, train, train_on_
 
 from pe_lab.checkpoints.store import Store
 from pe_lab.errors import ConfigError, SaveFailed, TrainingDiverged
-from pe_lab.parallel.stopping import StopRequests, Stopped
-from pe_lab.training import fit, loop, stack
+from pe_lab.parallel.stopping import Stopped, StopRequests, stop_requests
+from pe_lab.parallel.topology import chip_of
+from pe_lab.training import fit, stack
 from pe_lab.training.plan import plan_here
 from pe_lab.training.run import Run
 from pe_lab.training.stability import Event, Monitor
@@ -51,11 +52,12 @@ def config_of(directory, name, **more):
     return tiny(directory / "recipe", **{**DIFFER[name], **more})
 
 
-def stacked(configs, directory, stops=None):
+def stacked(configs, directory):
     """Trains runs together in `directory`/NAME; returns what each has returned or raised."""
-    outcomes, stops = {}, stops or StopRequests()
-    runs = {n: fit.run_steps(config, directory / n, stops, stacked=True) for n, config in configs.items()}
-    train_together(runs, stops, lambda name: contextlib.nullcontext(), outcomes.__setitem__)
+    outcomes = {}
+    with stop_requests() as stops:
+        runs = {n: fit.run_steps(config, directory / n, stops, stacked=True) for n, config in configs.items()}
+        train_together(runs, stops, lambda name: contextlib.nullcontext(), outcomes.__setitem__)
     return outcomes
 
 
@@ -99,7 +101,7 @@ def together(tmp_path_factory, compilations_kept):  # noqa: F811
 
 
 def test_each_cell_is_the_same_run_alone(alone, together):
-    """Three cells of two phases; one has fewer steps, and leaves the others for its second phase. 60 s, mostly compiling."""
+    """Three cells of two phases, one of which begins its second phase before the others; 60 s, mostly compiling."""
     for name in DIFFER:
         # `alone` was trained by `train_phase`: no ledger, no run.json.
         assert_alike(alone / name, together / name)
@@ -127,17 +129,16 @@ def test_a_cell_goes_on_alone_and_in_another_stack(alone, together, tmp_path):
 
 
 def test_a_request_to_stop_lets_all_cells_save(alone, tmp_path, monkeypatch):
-    stops, compute = StopRequests(), PhaseStack.compute
+    compute = PhaseStack.compute
 
     def computing(self, calls):
         compute(self, calls)
         if next(iter(calls.values())).step == 2:
-            assert stops.can_save
-            stops.received = signal.SIGTERM
+            signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(PhaseStack, "compute", computing)
     configs = {name: config_of(tmp_path, name) for name in ("a", "b")}
-    outcomes = stacked(configs, tmp_path, stops)
+    outcomes = stacked(configs, tmp_path)
     for name, outcome in outcomes.items():
         assert isinstance(outcome, Stopped) and "stopped at step 3 of 8" in str(outcome)
         assert (tmp_path / name / "pretrain/checkpoints/3").is_dir()
@@ -169,7 +170,8 @@ def test_a_cell_that_diverges_or_cannot_save_ends_alone(alone, tmp_path, monkeyp
     monkeypatch.setattr(Monitor, "judge", judging)
     one = config_of(tmp_path, "a").phases[:1]
     configs = {name: dataclasses.replace(config_of(tmp_path, "a"), phases=one) for name in ("well", "full", "back")}
-    wild = dataclasses.replace(one[0], optimizer=dataclasses.replace(one[0].optimizer, learning_rate=1e30))
+    wild = dataclasses.replace(one[0].optimizer, learning_rate=1e3, weight_decay=1e3)
+    wild = dataclasses.replace(one[0], optimizer=wild)
     configs["wild"] = dataclasses.replace(configs["well"], phases=(wild,))
     stability = dataclasses.replace(configs["back"].stability, on_spike="rewind")
     configs["back"] = dataclasses.replace(configs["back"], stability=stability)
@@ -198,7 +200,11 @@ def first_steps(directory, configs):
 RECIPES = {
     "adamw": {},
     "random positions": {"phases__0__random_positions": 40},
-    "muon": {"phases__0__optimizer__name": "muon", "phases__0__optimizer__muon__cautious_decay": True},
+    "muon": {  # in bfloat16 its iteration makes 2% of an update of a difference in the last bit
+        "phases__0__optimizer__name": "muon",
+        "phases__0__optimizer__muon__cautious_decay": True,
+        "phases__0__optimizer__muon__dtype": "float32",
+    },
     "skips": {"stability__on_spike": "skip", "stability__on_nonfinite": "skip"},
     "micro-batches": {"phases__0__accumulate": 2, "model__loss_chunks": 2, "model__scan": False},
     "multipliers": {"phases__0__optimizer__vector_multiplier": 0.5, "phases__0__positional": "'alibi'"},
@@ -210,7 +216,7 @@ RECIPES = {
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_step_of_each_recipe_from_the_same_state(recipe, tmp_path):
-    """3 s each, mostly compiling. Losses within 1e-6 of themselves, gradients' norms and moments too."""
+    """3 s each, mostly compiling. Losses and gradients' norms within 1e-6 of themselves, as 1e-5 of the moments."""
     differ = {"a": {}, "b": {"seed": 3, "data__seed": 3, "phases__0__optimizer__weight_decay": 0.4}}
     differ["b"]["phases__0__optimizer__learning_rate"] = 3e-3
     configs = {n: tiny(tmp_path / "recipe", **RECIPES[recipe], **more) for n, more in differ.items()}
@@ -263,10 +269,7 @@ def test_what_is_no_stack_is_refused(tmp_path, monkeypatch):
     for outcome in outcomes.values():
         assert isinstance(outcome, ConfigError) and "are no stack" in str(outcome)
 
+    chip = chip_of(jax.devices()[0])
     monkeypatch.setattr(stack, "chip_of", lambda device: dataclasses.replace(chip, memory=300_000))
-    chip = plan_here(configs["a"]).mesh and loop and __import__(
-        "pe_lab.parallel.topology", fromlist=["chip_of"]
-    ).chip_of(jax.devices()[0])
-    configs["b"] = config_of(tmp_path, "b")
-    outcomes = stacked(configs, tmp_path)
+    outcomes = stacked({name: config_of(tmp_path, name) for name in ("a", "c")}, tmp_path / "full")
     assert all("Give at most --stack=" in str(outcome) for outcome in outcomes.values()), outcomes
