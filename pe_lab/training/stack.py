@@ -33,14 +33,14 @@ from pe_lab.training.step_call import StepCall, Steps
 T = TypeVar("T")
 
 
-class CellNumbers(NamedTuple):
+class StackedNumbers(NamedTuple):
     """What a stacked step takes of each cell beside its state, batch and schedule."""
 
     optimizer: OptimizerNumbers  # float32
     seed: jax.Array  # of the run, uint32
 
 
-class CellState:
+class StackedState:
     """The state of one cell of a stack. Each part is taken out when it is read, before the next step."""
 
     def __init__(self, stack: PhaseStack, index: int):
@@ -56,7 +56,7 @@ class CellState:
         return TrainState(*(getattr(self, name) for name in TrainState._fields))
 
 
-class CellMetric:
+class StackedMetric:
     """A number of one cell. The numbers of all cells come from the device together, when one is read."""
 
     def __init__(self, of_all: jax.Array, index: int):
@@ -65,7 +65,7 @@ class CellMetric:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(np.asarray(self._of_all)[self._index], dtype)
 
-    def block_until_ready(self) -> CellMetric:
+    def block_until_ready(self) -> StackedMetric:
         self._of_all.block_until_ready()
         return self
 
@@ -78,7 +78,7 @@ class PhaseStack:
 
     def __init__(self) -> None:
         self._names: list[str] = []  # of the cells in the state
-        self._cells: list[CellState] = []
+        self._cells: list[StackedState] = []
         self._state: TrainState | None = None
         self._step: Callable[..., Any] | None = None
         self._take: dict[str, Callable[..., Any]] = {}
@@ -92,7 +92,7 @@ class PhaseStack:
                 self._together(calls)
                 return
             (call,) = calls.values()
-            if isinstance(call.state, CellState):
+            if isinstance(call.state, StackedState):
                 call.state = call.state.whole()
             self._state, self._names = None, []
             call.batch = place_batch(call.batch, call.programs.shardings.batch)
@@ -117,12 +117,12 @@ class PhaseStack:
         decay = [call.phase.config.optimizer.weight_decay for call in asked]
         rate = [self._rates[name][call.step] for name, call in calls.items()]
         seeds = np.asarray([call.run.config.seed for call in asked], np.uint32)
-        numbers = CellNumbers(OptimizerNumbers(np.asarray(rate, np.float32), np.asarray(decay, np.float32)), seeds)
+        numbers = StackedNumbers(OptimizerNumbers(np.asarray(rate, np.float32), np.asarray(decay, np.float32)), seeds)
         state, self._state = self._state, None  # its arrays are donated
         assert self._step is not None
         self._state, metrics = self._step(state, batch, self._schedule([call.inputs for call in asked]), numbers)
         for n, call in enumerate(asked):
-            of_cell = {name: CellMetric(of_all, n) for name, of_all in metrics.items()}
+            of_cell = {name: StackedMetric(of_all, n) for name, of_all in metrics.items()}
             call.give(self._cells[n], of_cell, len(asked))
 
     def _compile(self, asked: Sequence[StepCall]) -> None:
@@ -147,14 +147,14 @@ class PhaseStack:
 
     def _stack(self, calls: Mapping[str, StepCall]) -> None:
         """Makes one state of the cells'."""
-        states = [call.state.whole() if isinstance(call.state, CellState) else call.state for call in calls.values()]
+        states = [call.state.whole() if isinstance(call.state, StackedState) else call.state for call in calls.values()]
         for call in calls.values():
             call.state = None
         self._state = None
         shardings = next(iter(calls.values())).programs.shardings.state
         join = jax.jit(lambda *trees: jax.tree.map(lambda *x: jnp.stack(x), *trees), out_shardings=_stacked(shardings))
         self._state = join(*states)
-        self._names, self._cells = [*calls], [CellState(self, n) for n in range(len(calls))]
+        self._names, self._cells = [*calls], [StackedState(self, n) for n in range(len(calls))]
         for name, call in calls.items():
             if name not in self._rates:
                 self._rates[name] = rates(call.run.plan.learning_rate(call.phase), call.phase.config.steps)
@@ -184,7 +184,7 @@ def compile_stacked_step(call: StepCall) -> Any:
         positions = RandomPositions(phase.config.random_positions, (run.config.seed, phase.index))
 
     def step(
-        state: TrainState, batch: Batch, schedule: Schedule, numbers: CellNumbers
+        state: TrainState, batch: Batch, schedule: Schedule, numbers: StackedNumbers
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         if positions is not None:
             batch = positions._replace(seed=(numbers.seed, phase.index)).replace(batch, state.step)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-import numpy as np
-
 from pe_lab.config import flat, to_json
 from pe_lab.errors import UserError
 from pe_lab.lab.sweeps.cells import SweepCell
-from pe_lab.model.distillation import learns
-from pe_lab.training.plan import given_layers, plan_phases
 
 # The keys in which the cells of a stack may differ. Those of the first line are arguments of the compiled step, or make
 # one; of the encoding, which is one too, see `_compiled`. The others concern the host: files, data, when to save.
@@ -67,9 +63,13 @@ def stack_cells(cells: Sequence[SweepCell], most: int) -> Stacking:
         if len(members) == 1:
             alone[members[0].name] = _difference(compiled, [other for other, _ in alike if other is not compiled])
             continue
-        parts = np.array_split(np.arange(len(members)), math.ceil(len(members) / most))
-        stacks += [tuple(members[n] for n in part) for part in parts if len(part) > 1]
-        alone |= {members[part[0]].name: f"left over by --stack={most}" for part in parts if len(part) == 1}
+        count = math.ceil(len(members) / most)
+        bounds = [len(members) * n // count for n in range(count + 1)]
+        for part in (tuple(members[first:last]) for first, last in itertools.pairwise(bounds)):
+            if len(part) > 1:
+                stacks.append(part)
+            else:
+                alone[part[0].name] = f"left over by --stack={most}"
     return Stacking(tuple(stacks), alone)
 
 
@@ -79,6 +79,11 @@ def _compiled(cell: SweepCell) -> dict[str, Any]:
     Raises:
       UserError: it cannot be stacked with any; or its phases cannot be planned yet.
     """
+    import jax
+
+    from pe_lab.model.distillation import learns
+    from pe_lab.training.plan import given_layers, plan_phases
+
     config, given = cell.config, given_layers(cell.config)
     found = {key: value for key, value in flat(to_json(config)) if not ARGUMENTS.fullmatch(key)}
     for phase in plan_phases(config, given):

@@ -45,7 +45,7 @@ def test_cells_that_differ_in_arguments_alone_are_stacked(cells):
     found = stack_cells(cells({"phases.0.positional": kinds}, 2), 8)
     assert sizes(found) == [4, 2, 2, 2] and found.alone == {}
     # As equal as they can be, and nobody is alone.
-    assert sizes(stack_cells(cells({}, 5), 4)) == [3, 2]
+    assert sizes(stack_cells(cells({}, 5), 4)) == [2, 3]
     assert sizes(stack_cells(cells({}, 4), 2)) == [2, 2]
 
 
@@ -191,8 +191,8 @@ def test_a_sweep_says_its_stacks_and_trains_them(cells, tmp_path, monkeypatch):
     run_sweep(made, Local(1), stack=2, show=lines.append)
     assert sorted(map(len, ran)) == [1, 1, 2, 2] and len({name for names in ran for name in names}) == 6
     told = lines[0].splitlines()
-    assert told[0] == "stack of 2: d_ff=32__seed=0, d_ff=32__seed=1"
-    assert told[2:] == [f"alone: d_ff={width}__seed=2 (left over by --stack=2)" for width in (32, 48)]
+    assert told[0] == "stack of 2: d_ff=32__seed=1, d_ff=32__seed=2"
+    assert told[2:] == [f"alone: d_ff={width}__seed=0 (left over by --stack=2)" for width in (32, 48)]
     ran.clear()
     run_sweep(made, Local(1), show=lines.append)
     assert [len(names) for names in ran] == [1] * 6 and len(lines) == 1
