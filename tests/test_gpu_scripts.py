@@ -80,6 +80,15 @@ def test_decode(tmp_path):
 
 
 @pytest.mark.slow
+def test_stack(tmp_path):
+    """Two sweeps, of one cell and of a stack of two; 40 s."""
+    said = run_tiny("stack.sh", tmp_path)
+    single, stack = json.loads((tmp_path / "stack-tiny.json").read_text())["results"]
+    assert (single["how"], stack["how"], stack["cells"]) == ("1 single", "stack", 2) and stack["loss"] < 1e-5
+    assert "tokens/s of a cell" in said
+
+
+@pytest.mark.slow
 def test_extend_smollm2(tmp_path, monkeypatch):
     """From a tiny checkpoint and prepared text to an answer; 60 s."""
     monkeypatch.syspath_prepend(str(ROOT / "tests/evaluation"))

@@ -22,7 +22,7 @@ from jaxtyping import Float
 from pe_lab.errors import ConfigError
 from pe_lab.parallel import use_mesh
 from pe_lab.parallel.compiler import compiler_options
-from pe_lab.parallel.stopping import StopRequests
+from pe_lab.parallel.stopping import Stopped, StopRequests
 from pe_lab.parallel.topology import GIB, chip_of
 from pe_lab.positional import Schedule
 from pe_lab.training.optimizer import OptimizerNumbers
@@ -108,8 +108,6 @@ class PhaseStack:
     def _together(self, calls: Mapping[str, StepCall]) -> None:
         asked = [*calls.values()]
         states = [call.state for call in asked]
-        if self._step is None:
-            self._compile(asked)
         if [*calls] != self._names or [*map(id, states)] != [*map(id, self._cells)]:
             self._stack(calls)
         batch = {name: np.stack([call.batch[name] for call in asked]) for name in asked[0].batch}
@@ -125,33 +123,19 @@ class PhaseStack:
             of_cell = {name: StackedMetric(of_all, n) for name, of_all in metrics.items()}
             call.give(self._cells[n], of_cell, len(asked))
 
-    def _compile(self, asked: Sequence[StepCall]) -> None:
-        """Makes the programs, which are compiled when they are called."""
-        first, shardings = asked[0], asked[0].programs.shardings
-        for call in asked[1:]:
-            same = call.run.models[call.phase.index].config == first.run.models[first.phase.index].config
-            if not same or jax.tree.structure(call.inputs) != jax.tree.structure(first.inputs):
-                raise ConfigError(
-                    f"'{call.run.workdir}' and '{first.run.workdir}' are no stack: the compiled steps of phase "
-                    f"'{call.phase.name}' differ in their model or encoding. Train them without --stack."
-                )
-        needed, memory = first.run.plan.memory(first.phase).total, chip_of(first.run.mesh.devices.flat[0]).memory
-        if memory and len(asked) * needed > MARGIN * memory:
-            raise ConfigError(
-                f"A step of {len(asked)} cells of '{first.phase.name}' needs about {len(asked) * needed / GIB:.1f} GiB "
-                f"of {memory / GIB:.4g} GiB a chip. Give at most --stack={int(MARGIN * memory // needed)}."
-            )
-        self._step = compile_stacked_step(first)
-        for part in TrainState._fields:
-            self._take[part] = jax.jit(_of_cell, out_shardings=getattr(shardings.state, part))
-
     def _stack(self, calls: Mapping[str, StepCall]) -> None:
-        """Makes one state of the cells'."""
-        states = [call.state.whole() if isinstance(call.state, StackedState) else call.state for call in calls.values()]
-        for call in calls.values():
+        """Makes one state of the cells', and the programs, which are compiled when they are called."""
+        asked = [*calls.values()]
+        shardings = asked[0].programs.shardings.state
+        _check(asked)
+        if self._step is None:
+            self._step = compile_stacked_step(asked[0])
+            for part in TrainState._fields:
+                self._take[part] = jax.jit(_of_cell, out_shardings=getattr(shardings, part))
+        states = [call.state.whole() if isinstance(call.state, StackedState) else call.state for call in asked]
+        for call in asked:
             call.state = None
         self._state = None
-        shardings = next(iter(calls.values())).programs.shardings.state
         join = jax.jit(lambda *trees: jax.tree.map(lambda *x: jnp.stack(x), *trees), out_shardings=_stacked(shardings))
         self._state = join(*states)
         self._names, self._cells = [*calls], [StackedState(self, n) for n in range(len(calls))]
@@ -166,6 +150,24 @@ class PhaseStack:
             kept = jax.tree.map(lambda *x: np.stack([np.asarray(one) for one in x]), *of_cells)
             self._schedules = of_cells, kept
         return kept
+
+
+def _check(asked: Sequence[StepCall]) -> None:
+    """`ConfigError` for cells whose compiled steps differ, or that do not fit into a chip's memory together."""
+    first = asked[0]
+    for call in asked[1:]:
+        same = call.run.models[call.phase.index].config == first.run.models[first.phase.index].config
+        if not same or jax.tree.structure(call.inputs) != jax.tree.structure(first.inputs):
+            raise ConfigError(
+                f"'{call.run.workdir}' and '{first.run.workdir}' are no stack: the compiled steps of phase "
+                f"'{call.phase.name}' differ in their model or encoding. Train them without --stack."
+            )
+    needed, memory = first.run.plan.memory(first.phase).total, chip_of(first.run.mesh.devices.flat[0]).memory
+    if memory and len(asked) * needed > MARGIN * memory:
+        raise ConfigError(
+            f"A step of {len(asked)} cells of '{first.phase.name}' needs about {len(asked) * needed / GIB:.1f} GiB "
+            f"of {memory / GIB:.4g} GiB a chip. Give at most --stack={int(MARGIN * memory // needed)}."
+        )
 
 
 def rates(schedule: optax.Schedule, steps: int) -> Float[np.ndarray, " steps"]:
@@ -238,7 +240,7 @@ def train_together(
                 # A request to stop raises where nothing is to be saved; here in the loop of this cell alone.
                 stops.can_save = can_save[name]
                 with inside(name):
-                    outcome = _advance(steps)
+                    outcome = _advance(steps, stops.received is not None and not can_save[name])
                     if isinstance(outcome, StepCall):
                         calls.setdefault(outcome.phase.index, {})[name] = outcome
                     else:
@@ -246,14 +248,15 @@ def train_together(
                         ended(name, *outcome)
                 can_save[name] = stops.can_save and name in left
                 stops.can_save = any(can_save.values())
-            for index, of_phase in calls.items():
-                stacks.setdefault(index, PhaseStack()).compute(of_phase)
+            if stops.received is None or stops.can_save:
+                for index, of_phase in calls.items():
+                    stacks.setdefault(index, PhaseStack()).compute(of_phase)
 
 
-def _advance(steps: Steps[T]) -> StepCall | tuple[T | BaseException]:
-    """The next step of a loop; or what it has returned or raised, in a tuple."""
+def _advance(steps: Steps[T], stopped: bool) -> StepCall | tuple[T | BaseException]:
+    """The next step of a loop, or what it has returned or raised, in a tuple; `stopped` raises `Stopped` in it."""
     try:
-        return next(steps)
+        return steps.throw(Stopped("stopped before a step was trained; run it again")) if stopped else next(steps)
     except StopIteration as end:
         return (end.value,)
     except BaseException as error:

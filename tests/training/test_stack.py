@@ -15,7 +15,7 @@ from pe_lab.checkpoints.store import Store
 from pe_lab.errors import ConfigError, SaveFailed, TrainingDiverged
 from pe_lab.parallel.stopping import Stopped, StopRequests, stop_requests
 from pe_lab.parallel.topology import chip_of
-from pe_lab.training import fit, stack
+from pe_lab.training import fit, loop, stack
 from pe_lab.training.plan import plan_here
 from pe_lab.training.run import Run
 from pe_lab.training.stability import Event, Monitor
@@ -148,6 +148,22 @@ def test_a_request_to_stop_lets_all_cells_save(alone, tmp_path, monkeypatch):
     monkeypatch.undo()
     log, same = (records(run / "pretrain/metrics.jsonl") for run in (tmp_path / "a", alone / "a"))
     assert [r["loss"] for r in log if "loss" in r] == pytest.approx([r["loss"] for r in same if "loss" in r], abs=1e-5)
+
+
+def test_a_request_to_stop_before_the_first_step_ends_all_cells(tmp_path, monkeypatch):
+    """Where nothing is to be saved, nothing is compiled either, which may take minutes."""
+    starting = loop.start_phase
+
+    def start(run, *args):
+        if run.workdir.name == "b":
+            signal.raise_signal(signal.SIGTERM)
+        return starting(run, *args)
+
+    monkeypatch.setattr(loop, "start_phase", start)
+    monkeypatch.setattr(PhaseStack, "compute", lambda self, calls: pytest.fail("computed"))
+    outcomes = stacked({name: config_of(tmp_path, name) for name in DIFFER}, tmp_path)
+    assert all(isinstance(outcome, Stopped) for outcome in outcomes.values()) and len(outcomes) == 3
+    assert not list(tmp_path.glob("*/lease.json"))
 
 
 def test_a_cell_that_diverges_or_cannot_save_ends_alone(alone, tmp_path, monkeypatch):
