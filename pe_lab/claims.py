@@ -151,7 +151,8 @@ def main(argv: Sequence[str]) -> int:
     if args.dry_run:
         for claim, _, _, stages in planned:
             out.print(f"{claim.name}: {claim.sentence}\n{_costs(stages)}")
-            for sweep in (part for stage in stages for part in stage.parts(claim)) if stack > 1 else ():
+            sweeps = [sweep for stage in stages for sweep in stage.parts(claim)]
+            for sweep in sweeps if stack > 1 else []:
                 out.print(str(stacking_of(sweep, tasks_of(sweep, args.retry), stack)))
         return 0
     runner = make_runner(args.on, args.jobs, passed_on)

@@ -128,6 +128,22 @@ def test_a_cell_goes_on_alone_and_in_another_stack(alone, together, tmp_path):
         assert_alike(alone / name, tmp_path / name)
 
 
+def test_cells_that_start_from_checkpoints_of_their_own(alone, tmp_path):
+    """As the arms of a claim: one phase from another run's last checkpoint, with another encoding; 15 s."""
+    configs = {}
+    for name in ("a", "b"):
+        config = config_of(tmp_path, name)
+        child = dataclasses.replace(config.phases[1], init_from=str(alone / name / "pretrain"))
+        configs[name] = dataclasses.replace(config, phases=(child,))
+    outcomes = stacked(configs, tmp_path)
+    assert all(isinstance(outcome, Run) for outcome in outcomes.values()), outcomes
+    for name, config in configs.items():
+        fit.fit(config, tmp_path / f"{name}_alone")
+        assert_alike(tmp_path / f"{name}_alone", tmp_path / name, ["recalibrate"])
+        lineage = json.loads((tmp_path / name / "recalibrate/phase.json").read_text())["lineage"]
+        assert str(alone / name) in json.dumps(lineage)
+
+
 def test_a_request_to_stop_lets_all_cells_save(alone, tmp_path, monkeypatch):
     compute = PhaseStack.compute
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from pe_lab.errors import StoreError, excerpt, redacted
+from pe_lab.errors import StoreError, UserError, excerpt, redacted
 from pe_lab.identity import LEASE_FILE
 from pe_lab.lab.sweeps.cells import Sweep, save_sweep
 from pe_lab.lab.sweeps.stacking import Stacking, stack_cells
@@ -353,9 +353,13 @@ def run_stack(
     """Trains cells in one process, each under its lease, and evaluates each; as `run_task` does with one.
 
     Returns the cells whose lease another sweep holds.
+
+    Raises:
+      UserError: the lease of a cell cannot be written; the others are trained.
     """
     begun, lost = time.monotonic(), Stop()
     refused: list[CellTask] = []
+    failures: list[UserError] = []  # the lease of one cell cannot be written: the others go on
     mine: list[tuple[CellTask, dict[str, Any]]] = []  # with their outcomes before
 
     def lose(message: str) -> None:
@@ -366,8 +370,9 @@ def run_stack(
         for task in stack.tasks:
             try:
                 leases.enter_context(lease(file_of(task.place, task.name, "lease"), show, lose))
-            except LeaseTaken:
-                refused.append(task)
+            except (LeaseTaken, UserError) as error:
+                refused += [task] if isinstance(error, LeaseTaken) else []
+                failures += [error] if isinstance(error, UserError) else []
                 continue
             outcome = read_outcome(task.place, task.name)
             if _ended(task, outcome) is None:
@@ -377,6 +382,8 @@ def run_stack(
             trained = _train_stack([task for task, _ in mine], stops, variables, cpus)
             for task, outcome in mine:
                 _run_stages(task, task.place, begun, outcome, stops, variables, cpus, trained[task.name])
+    if failures:
+        raise failures[0]
     return tuple(refused)
 
 
@@ -468,7 +475,7 @@ def run_sweep(
       command: recorded in sweep.json.
       look: called with the states of all cells every second or so.
       stack: how many cells may train as one program; above 1, `show` gets a line for each stack, and for each cell
-        that trains alone.
+        that trains alone. The runner gets `StackTask`s then, which `Local` takes.
 
     Returns:
       The sweep with the cells that others have added, the states of all cells, and whether it was stopped.

@@ -13,8 +13,8 @@ from pe_lab.config import flat, to_json
 from pe_lab.errors import UserError
 from pe_lab.lab.sweeps.cells import SweepCell
 
-# The keys in which the cells of a stack may differ. Those of the first line are arguments of the compiled step, or make
-# one; of the encoding, which is one too, see `_compiled`. The others concern the host: files, data, when to save.
+# Keys in which the cells of a stack may differ. Those of the first two lines make arguments of the compiled step, as
+# an encoding does: see `_compiled`. The others concern the host: names, files, the order of data, when to save.
 ARGUMENTS = re.compile(
     r"seed|phases\.\d+\.(steps|prolonged\..*|optimizer\.(learning_rate|schedule|warmup_steps|decay_fraction"
     r"|final_fraction|on_prolong|weight_decay))"
