@@ -7,6 +7,7 @@ import shutil
 import signal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_runs import arrays, compilations_kept, records, tiny, train, train_on_one_device  # noqa: F401
@@ -20,7 +21,7 @@ from pe_lab.training.plan import plan_here
 from pe_lab.training.run import Run
 from pe_lab.training.stability import Event, Monitor
 from pe_lab.training.stack import PhaseStack, rates, train_together
-from pe_lab.training.step import place_batch
+from pe_lab.training.step import RandomPositions, place_batch
 
 pytestmark = pytest.mark.usefixtures("compilations_kept")
 
@@ -278,6 +279,12 @@ def test_learning_rates_are_those_of_the_compiled_step_bit_for_bit(tmp_path):
             schedule, steps = run.learning_rate(phase), phase.config.steps
             compiled = jax.jit(lambda step, schedule=schedule: -1 * schedule(step))
             assert np.array_equal(-rates(schedule, steps), [compiled(np.int32(n)) for n in range(steps)])
+
+
+def test_random_positions_are_those_of_a_single_run_bit_for_bit():
+    alone = [RandomPositions(90, (seed, 1)).draw(jnp.int32(7), 32) for seed in (0, 5, 2**32 - 1)]
+    draw = jax.jit(jax.vmap(lambda seed: RandomPositions(90, (seed, 1)).draw(jnp.int32(7), 32)))
+    assert np.array_equal(draw(np.asarray([0, 5, 2**32 - 1], np.uint32)), np.stack(alone))
 
 
 def test_cells_on_a_mesh_of_two_devices(tmp_path, monkeypatch):
