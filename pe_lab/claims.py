@@ -12,7 +12,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pe_lab.terminal import LiveText, argument_parser, console, leave, positive, stop_while_importing, table, works_on
+from pe_lab.terminal import (
+    LiveText,
+    argument_parser,
+    bounded,
+    console,
+    leave,
+    positive,
+    stop_while_importing,
+    table,
+    works_on,
+)
 
 if __name__ == "__main__":
     stop_while_importing()
@@ -48,7 +58,9 @@ from pe_lab.lab.claims.running import (
     unfinished,
 )
 from pe_lab.lab.sweeps import Runner, parse_seeds
-from pe_lab.lab.sweeps.runners import make_runner, split_passed_on
+from pe_lab.lab.sweeps.cells import MOST_CELLS
+from pe_lab.lab.sweeps.runners import check_stack, make_runner, split_passed_on
+from pe_lab.lab.sweeps.running import stacking_of, tasks_of
 from pe_lab.lab.sweeps.state import Board, planned_texts, short
 from pe_lab.recipes import split_overrides
 from pe_lab.results.records import mappings
@@ -92,6 +104,12 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--retry", action="store_true", help="train runs again that have failed")
     add("--jobs", type=positive, help="runs at once (default: one for each GPU or TPU chip, or two cores)")
+    add(
+        "--stack",
+        type=bounded(int, 2, MOST_CELLS),
+        metavar="K",
+        help="up to K runs that differ in seeds, data order, learning rates and the like train as one program",
+    )
     add("--on", default="local", help="local, slurm (an array; --slurm-time=24:00:00 ...) or ray (--ray-address=...)")
     add(
         "--write",
@@ -158,9 +176,14 @@ def main(argv: Sequence[str]) -> int:
         return _run_again(claims[0], args, root, where, overrides, passed_on, deadline)
     jobs = [_Job(claim, args, root, where, overrides) for claim in claims]
     jobs.sort(key=lambda one: flops_left(one.plan()))
+    stack = args.stack or 1
+    check_stack(stack, args.on)
     if args.dry_run:
         for job in jobs:
             out.print(f"{job.claim.name}: {job.claim.sentence}\n{_costs(job.plan())}\n{job.power()}")
+            sweeps = [sweep for stage in job.plan() for sweep in stage.parts(job.claim)]
+            for sweep in sweeps if stack > 1 else []:
+                out.print(str(stacking_of(sweep, tasks_of(sweep, args.retry), stack)))
         return 0
     runner = make_runner(args.on, args.jobs, passed_on)
     storage.check_place("--out", where)  # before what may take days
@@ -248,9 +271,8 @@ def _trained(job: _Job, runner: Runner, line: str, deadline: float | None) -> in
     out.print(f"{claim.name}: {claim.sentence} ({left} runs to train in {job.directory})")
     try:
         with LiveText(out) as live:
-            states, stopped = train(
-                claim, job.plan, runner, job.args.retry, line, Board(out, live), deadline, out.print
-            )
+            how = (Board(out, live), deadline, out.print, job.args.stack or 1)
+            states, stopped = train(claim, job.plan, runner, job.args.retry, line, *how)
     except OutOfTime:
         out.print(f"{claim.name}: the budget is spent; the runs have saved, and the same command continues")
         return os.EX_TEMPFAIL

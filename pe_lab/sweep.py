@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pe_lab.terminal import (
     LiveText,
     argument_parser,
+    bounded,
     console,
     leave,
     pass_on_encodings,
@@ -41,10 +42,10 @@ from pe_lab.lab.sweeps import (
     run_sweep,
     summarize,
 )
-from pe_lab.lab.sweeps.cells import FILE
+from pe_lab.lab.sweeps.cells import FILE, MOST_CELLS
 from pe_lab.lab.sweeps.results import TRAINING, VALIDATION, shown, write_results
-from pe_lab.lab.sweeps.runners import make_runner, split_passed_on
-from pe_lab.lab.sweeps.running import exit_status
+from pe_lab.lab.sweeps.runners import check_stack, make_runner, split_passed_on
+from pe_lab.lab.sweeps.running import exit_status, stacking_of, tasks_of
 from pe_lab.lab.sweeps.state import Board, cost, counts, failures
 from pe_lab.recipes import split_overrides
 
@@ -79,6 +80,12 @@ def parser() -> argparse.ArgumentParser:
         help="run pe_lab.evaluate after each cell; --evaluate.lengths=1x,2x and others are its options",
     )
     add("--jobs", type=positive, help="cells at once (default: one for each GPU or TPU chip, or two cores)")
+    add(
+        "--stack",
+        type=bounded(int, 2, MOST_CELLS),
+        metavar="K",
+        help="up to K cells that differ in seeds, data order, learning rates and the like train as one program",
+    )
     add("--on", default="local", help="local, slurm (an array; --slurm-time=24:00:00 ...) or ray (--ray-address=...)")
     add("--metric", help="sorts the settings (default: validation_loss)")
     add("--baseline", metavar="KEY=VALUE,...", help="the setting that others are compared with (default: the best)")
@@ -102,6 +109,8 @@ def main(argv: Sequence[str]) -> int:
     if not args.config:
         raise ConfigError("--config is missing: which recipe is to be trained? --table needs --workdir alone.")
     evaluation = _evaluation(args.evaluate, passed_on["evaluate."])
+    stack = args.stack or 1
+    check_stack(stack, args.on)
     runner = make_runner(args.on, args.jobs, passed_on) if not args.dry_run else None
     before = set(external_files())
     sweep = make_sweep(
@@ -121,11 +130,13 @@ def main(argv: Sequence[str]) -> int:
     out = console()
     if args.dry_run:
         out.print(cost(sweep, read_states(sweep)))
+        if stack > 1:
+            out.print(str(stacking_of(sweep, tasks_of(sweep, args.retry), stack)))
         return 0
     out.print(f"{len(sweep.asked)} cells in {sweep.directory}")
     with LiveText(out) as live:
         line = shlex.join(["python", "-m", "pe_lab.sweep", *argv])
-        sweep, states, stopped = run_sweep(sweep, runner, args.retry, line, Board(out, live))
+        sweep, states, stopped = run_sweep(sweep, runner, args.retry, line, Board(out, live), stack, out.print)
     _print_results(sweep, args)
     for failure in failures(sweep, states):
         out.print(failure)

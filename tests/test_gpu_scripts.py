@@ -79,6 +79,15 @@ def test_decode(tmp_path):
     assert said.count("the limit of a copy") == 2
 
 
+@pytest.mark.slow
+def test_stack(tmp_path):
+    """Two sweeps, of one cell and of a stack of two; 40 s."""
+    said = run_tiny("stack.sh", tmp_path)
+    single, stack = json.loads((tmp_path / "stack-tiny.json").read_text())["results"]
+    assert (single["how"], stack["how"], stack["cells"]) == ("1 single", "stack", 2) and stack["loss"] < 1e-5
+    assert "tokens/s of a cell" in said
+
+
 def with_checkpoint(tmp_path: Path, monkeypatch) -> None:
     """Sets FROM, DATA and WORK of scripts that start from a checkpoint: a tiny one, and prepared text."""
     monkeypatch.syspath_prepend(str(ROOT / "tests/evaluation"))

@@ -220,3 +220,39 @@ def test_ray_runs_cells(tmp_path):
     assert "1 of 2 cells complete, 1 FAILED" in out and "missing.json" in out, out
     assert (sweep / "logs" / f"{name}.log").read_text().count("== python -m pe_lab.train") == 2
     assert (sweep / "figure.png").exists()
+
+
+@pytest.mark.slow
+def test_stacked_cells_survive_a_kill_and_save_at_a_request_to_stop(recipe, tmp_path):
+    """A process of two cells, twice; 80 s, mostly starts and compiling."""
+    command = ["pe_lab.sweep", "--config=tiny.py", "--seeds=2", "--workdir=s", "--stack=2", "--jobs=1"]
+    more = ["--config.checkpoint.every_steps=1", "--config.phases.0.steps=400"]
+    sweep = start([*command, *more], tmp_path)
+    newest = tmp_path / "s/seed=1/pretrain/checkpoints"
+    while not (newest.is_dir() and any(int(p.name) > 3 for p in newest.iterdir() if p.name.isdigit())):
+        assert sweep.poll() is None, sweep.communicate()[0]
+        time.sleep(0.2)
+    owner = json.loads((tmp_path / "s/seed=1/lease.json").read_text())["pid"]
+    assert owner == json.loads((tmp_path / "s/seed=0/lease.json").read_text())["pid"]
+    os.kill(owner, signal.SIGKILL)
+    finish([sweep], 75)
+    for seed in (0, 1):
+        assert read_outcome(tmp_path / "s", f"seed={seed}")["status"] == -signal.SIGKILL
+    # Both go on, and save at a request to stop.
+    sweep = start([*command, *more], tmp_path)
+    before = max(int(p.name) for p in newest.iterdir() if p.name.isdigit())
+    while max([int(p.name) for p in newest.iterdir() if p.name.isdigit()], default=0) <= before + 2:
+        assert sweep.poll() is None, sweep.communicate()[0]
+        time.sleep(0.1)
+    sweep.send_signal(signal.SIGTERM)
+    out = finish([sweep], 75)[0]
+    assert "stack of 2: seed=0, seed=1" in out and "stopped" in out
+    steps = [max(int(p.name) for p in (tmp_path / f"s/seed={seed}/pretrain/checkpoints").iterdir()) for seed in (0, 1)]
+    assert steps[0] == steps[1] < 400
+    log = (tmp_path / "s/logs/seed=0.log").read_text()
+    assert f"stopped at step {steps[0]} of 400" in log and "resuming at step" in log
+    assert "== stacked: seed=0, seed=1" in log and "s/seed=1" not in log
+    ledger = [json.loads(line) for line in (tmp_path / "s/seed=0/ledger.jsonl").read_text().splitlines()]
+    assert ledger[-1]["start"] == 2
+    run = json.loads((tmp_path / "s/seed=0/run.json").read_text())
+    assert run["command"].startswith("python -m pe_lab.train --config=tiny.py")

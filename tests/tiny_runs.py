@@ -28,6 +28,7 @@ from pe_lab.training import fit, loop
 from pe_lab.training.loop import train_phase
 from pe_lab.training.plan import plan_here
 from pe_lab.training.run import Run, open_run
+from pe_lab.training.step_call import alone
 
 REPOSITORY = Path(__file__).parents[1]
 RECIPE = """
@@ -76,7 +77,7 @@ def train(config: Config, workdir: Path, devices: Sequence[Any] | None = None) -
     """Trains all phases, and returns the last checkpoint."""
     run, last = opened(config, workdir, devices), None
     for phase in run.phases:
-        last = train_phase(run, phase, last)
+        last = alone(train_phase(run, phase, last))
     assert last is not None
     return last
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -25,6 +26,7 @@ from pe_lab.training.loop import train_phase
 from pe_lab.training.plan import plan_here, prolong
 from pe_lab.training.profiling import Profiler
 from pe_lab.training.run import Run, open_run
+from pe_lab.training.step_call import Steps, alone
 
 
 def fit(
@@ -70,25 +72,39 @@ def train_run(
     age: float = 0.0,
 ) -> Run:
     """As `fit`, for a caller that takes the requests to stop and began `age` seconds ago; `command` is for run.json."""
+    how = {"overrides": overrides, "until": until, "profiler": profiler, "command": command, "age": age}
+    return alone(run_steps(recipe, workdir, stops, **how))
+
+
+def run_steps(
+    recipe: Recipe,
+    workdir: str | AnyPath | None,
+    stops: StopRequests,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    until: int = 0,
+    profiler: Profiler | None = None,
+    command: str = "",
+    age: float = 0.0,
+    stacked: bool = False,
+) -> Steps[Run]:
+    """As `train_run`; it yields each step to whoever computes it, perhaps with those of other runs (`stacked`)."""
     ledger = Ledger(age=age)
     tree = read_recipe(recipe, overrides)
     workdir = workdir_of(tree, workdir)
     saved = saved_config(workdir)
     config = from_dict(Config, with_prolonged(inherit(tree, workdir), saved))
-    if stops.whole_process and not has_accelerator():
-        keep_freed_memory()  # before JAX starts; halves the processor time of a small step
     if until and saved is None:
         raise ConfigError(f"--until={until}: there is no run in '{workdir}'. A new one has the steps of its recipe.")
-    start_processes()
-    stops.take_sigterm()
-    if stops.whole_process:
-        watch_maintenance()
+    if not stacked:
+        begin_process(stops)
     if until:
         config = prolong(config, until, steps_in(workdir / config.phases[-1].name / DIRECTORY))
     before = check_workdir(workdir, config)
     out = console(quiet=jax.process_index() != 0)
     with waiting(out, f"{config.name}: planning the run", at_once=False):
         run = open_run(plan_here(config), workdir, ledger, profiler)
+        run = dataclasses.replace(run, stacked=stacked)
     with _lease(workdir, out.print):
         if jax.process_index() == 0:
             ledger.path = workdir / LEDGER_FILE
@@ -101,7 +117,7 @@ def train_run(
         try:
             with lost_processes():
                 for phase in run.phases:
-                    last = train_phase(run, phase, last)
+                    last = yield from train_phase(run, phase, last)
         except Stopped as stopped:
             raise Stopped(f"{config.name}: {stopped}") from None
         finally:
@@ -110,6 +126,16 @@ def train_run(
                 out.print(f"time of this run: {balance(read_ledger(ledger.path))}")
     out.print(f"{config.name}: complete, {last}")
     return run
+
+
+def begin_process(stops: StopRequests) -> None:
+    """What a process does once before it trains: connects to the others, and takes requests to stop."""
+    if stops.whole_process and not has_accelerator():
+        keep_freed_memory()  # before JAX starts; halves the processor time of a small step
+    start_processes()
+    stops.take_sigterm()
+    if stops.whole_process:
+        watch_maintenance()
 
 
 @contextlib.contextmanager

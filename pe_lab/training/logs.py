@@ -159,10 +159,11 @@ class Speed:
         self._waited.clear()
         return parts | {"host": max(0.0, seconds / steps - sum(parts.values()))}
 
-    def record(self, step: int, tokens: int, at_once: bool = False) -> dict[str, Any] | None:
+    def record(self, step: int, tokens: int, cells: int = 1, at_once: bool = False) -> dict[str, Any] | None:
         """The speed of the steps since the last record; None as long as they took less than a second, unless `at_once`.
 
-        `tokens` were read in the phase so far.
+        `tokens` were read in the phase so far. The steps were computed with those of other `cells`, if there are more
+        than one: the time is that of all, the tokens and the FLOPs are this one's.
         """
         seconds, steps = time.perf_counter() - self._timer, step - self._step
         if seconds <= 1.0 and not at_once:
@@ -177,6 +178,7 @@ class Speed:
             "tokens_per_second": round(rate, 1),
             "mfu_full": round(rate * flops.full / peak, 4) if peak else None,
             "mfu_causal": round(rate * flops.causal / peak, 4) if peak else None,
+            **({"cells": cells} if cells > 1 else {}),
             "step_seconds": round(seconds / steps, 6),
             **{f"{part}_seconds": round(part_seconds, 6) for part, part_seconds in split.items()},
         }

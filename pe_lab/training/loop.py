@@ -27,6 +27,7 @@ from pe_lab.training.run import Run, keep_tokenizer, open_pipeline
 from pe_lab.training.stability import MOST_REWINDS, MOST_SKIPS, Event, Monitor, Rewind, Rewinds
 from pe_lab.training.start import Start, StepInputs, is_complete, start_phase, step_inputs_of
 from pe_lab.training.step import RandomPositions, Shardings, TrainState, compile_train_step, make_shardings, place_batch
+from pe_lab.training.step_call import StepCall, Steps
 from pe_lab.training.trackers import Background, Session, open_trackers
 
 
@@ -41,8 +42,10 @@ class PhasePrograms(NamedTuple):
     flops: Flops  # of a step, per token, with those of a teacher
 
 
-def train_phase(run: Run, phase: PhasePlan, previous: AnyPath | None) -> AnyPath:
+def train_phase(run: Run, phase: PhasePlan, previous: AnyPath | None) -> Steps[AnyPath]:
     """Trains one phase from the state of its files, or `previous`'s, to its end, and returns its last checkpoint.
+
+    It yields each step to whoever computes it: `step_call.alone`, or `stack.train_together` for several runs.
 
     Raises:
       Stopped: the process was asked to stop, and everything is saved.
@@ -81,7 +84,7 @@ def train_phase(run: Run, phase: PhasePlan, previous: AnyPath | None) -> AnyPath
                 with contextlib.closing(open_pipeline(run.plan, phase, start.data_state)) as pipeline:
                     rewinds.leave_out(pipeline, start.step, config.stability.rewind_batches)
                     try:
-                        _train_steps(run, phase, programs, store, stops, start, pipeline, rewinds)
+                        yield from _train_steps(run, phase, programs, store, stops, start, pipeline, rewinds)
                         return checkpoints / str(phase.config.steps)
                     except Rewind as rewind:
                         rewinds.last = rewind.event
@@ -106,7 +109,7 @@ def _train_steps(
     start: Start,
     pipeline: Pipeline,
     rewinds: Rewinds,
-) -> None:
+) -> Steps[None]:
     """The loop: trains a phase from a state to its end, and saves.
 
     Raises `Rewind` where the policy says so, and otherwise as `train_phase`.
@@ -176,12 +179,14 @@ def _train_steps(
             first = step == start.step
             with profiler.begin(step + 1), _compiling(run, phase, first):
                 with speed.wait("input"):
-                    batch = place_batch(next(pipeline), programs.shardings.batch)
+                    batch = next(pipeline)
+                    batch = batch if run.stacked else place_batch(batch, programs.shardings.batch)
                     inputs = programs.inputs.at(step)
                 if programs.replay is not None:
                     programs.replay.check(step + 1, state, batch, inputs)
                 with speed.dispatch():
-                    state, metrics = programs.train_step(state, batch, inputs)
+                    yield (call := StepCall(run, phase, programs, step, state, batch, inputs))
+                    state, metrics = call.take()
                 if first:
                     jax.block_until_ready(metrics)  # the first step compiles: its time is no measure of speed
             step += 1
@@ -197,7 +202,7 @@ def _train_steps(
 
             if first:
                 speed.begin(step)
-            elif record := speed.record(step, tokens(step), at_once=step == steps):
+            elif record := speed.record(step, tokens(step), call.cells, at_once=step == steps):
                 logs.write("speed", record)
                 shown = f"loss {last.get('loss', math.nan):.4f}{validated}  {speed_text(record)}"
                 progress.update(step, f"{step}/{steps}  {shown}")

@@ -188,7 +188,7 @@ def scale_by_muon(
     return optax.GradientTransformation(init, update)
 
 
-def add_cautious_decay(weight_decay: float) -> optax.GradientTransformation:
+def add_cautious_decay(weight_decay: float | jax.Array) -> optax.GradientTransformation:
     """Adds the decay of weights that the update moves towards 0 as well (cautious weight decay, arXiv:2510.12402)."""
 
     def update(updates: optax.Updates, state: Any, params: Any = None) -> tuple[optax.Updates, Any]:

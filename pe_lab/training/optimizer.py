@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,13 @@ from pe_lab.errors import ConfigError
 from pe_lab.model.parametrization import folded, width_ratio
 from pe_lab.positional import Parameter
 from pe_lab.training.muon import add_cautious_decay, is_matrix, scale_by_muon
+
+
+class OptimizerNumbers(NamedTuple):
+    """What an optimizer takes as arrays where the runs of a stack differ; of a run alone they are constants."""
+
+    learning_rate: jax.Array  # of the step at hand
+    weight_decay: jax.Array
 
 
 def learning_rate(config: OptimizerConfig, steps: int, prolonged: Sequence[ProlongedConfig] = ()) -> optax.Schedule:
@@ -133,12 +140,14 @@ def make_optimizer(
     prolonged: Sequence[ProlongedConfig] = (),
     learned: Mapping[str, Mapping[str, Parameter]] | None = None,
     shape: ModelConfig | None = None,
+    numbers: OptimizerNumbers | None = None,
 ) -> optax.GradientTransformation:
     """Clipping by global norm, then AdamW, or Muon for the matrices of the layers and AdamW for the rest.
 
     The weight decay is decoupled, and multiplied by the learning rate of its group. Parameters of encodings have the
     rates and the decay that their encodings choose. `axes` is `Model.axes`, `learned` `Model.encoding_settings`. The
-    rates of a `shape` with muP follow `model.parametrization`; its weight decay does not depend on the width.
+    rates of a `shape` with muP follow `model.parametrization`; its weight decay does not depend on the width. With
+    `numbers` it is the same optimizer, with the same state, for one step.
     """
 
     def by_parameter(function: Callable[..., Any]) -> Any:
@@ -178,6 +187,8 @@ def make_optimizer(
     clip = (*_scale_by(by_parameter(fold)), optax.clip_by_global_norm(config.clip_norm))
     adam = (optax.scale_by_adam(config.b1, config.b2, config.epsilon), *_scale_by(by_parameter(of_width)))
     rate, decay = learning_rate(config, steps, prolonged), config.weight_decay
+    if numbers is not None:
+        rate, decay = (lambda count: numbers.learning_rate), numbers.weight_decay
     if config.name == "adamw":
         updated = optax.chain(*adam, optax.add_decayed_weights(decay, mask))
     else:

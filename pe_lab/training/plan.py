@@ -34,7 +34,7 @@ from pe_lab.positional import Layer, Schedule, layers
 from pe_lab.positional.codec import ranges_by
 from pe_lab.storage import AnyPath, is_file
 from pe_lab.training.muon import newton_schulz_bytes, newton_schulz_flops
-from pe_lab.training.optimizer import last_at_peak, learning_rate, make_optimizer
+from pe_lab.training.optimizer import OptimizerNumbers, last_at_peak, learning_rate, make_optimizer
 from pe_lab.training.stability import skip_policy
 from pe_lab.training.step import TrainState, init_state, make_shardings
 
@@ -82,10 +82,10 @@ class RunPlan:
     rules: AxisRules
     policy: StabilityConfig | None  # which updates a step does not apply; None: it applies all
 
-    def optimizer(self, phase: PhasePlan) -> optax.GradientTransformation:
-        """The optimizer of a phase."""
+    def optimizer(self, phase: PhasePlan, numbers: OptimizerNumbers | None = None) -> optax.GradientTransformation:
+        """The optimizer of a phase; with `numbers`, of one step."""
         model, config = self.models[phase.index], phase.config
-        own = (config.prolonged, model.encoding_settings, model.config)
+        own = (config.prolonged, model.encoding_settings, model.config, numbers)
         return make_optimizer(config.optimizer, config.steps, model.axes, *own)
 
     def learning_rate(self, phase: PhasePlan) -> optax.Schedule:

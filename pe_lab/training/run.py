@@ -73,6 +73,7 @@ class Run:
     peak: Peak  # of the devices, of which MFU is a fraction
     ledger: Ledger  # of the time of all phases
     profiler: Profiler  # counts the steps of all phases, and traces some
+    stacked: bool = False  # whether its steps may be computed with those of other runs, from batches on the host
 
     @functools.cached_property
     def out(self) -> Any:

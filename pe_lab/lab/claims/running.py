@@ -47,6 +47,15 @@ class Stage:
     sweep: Sweep
     edits: tuple[tuple[Arm, int], ...] = ()
 
+    def parts(self, claim: Claim) -> list[Sweep]:
+        """The cells that are trained together: of arms that are only started from, and of those that are evaluated."""
+        listed, found = {arm.name for arm in claim.arms}, []
+        for evaluated in (False, True):
+            names = frozenset(cell.name for cell in self.sweep.asked if (cell.setting["arm"] in listed) == evaluated)
+            evaluation = self.sweep.evaluation if evaluated else None
+            found += [dataclasses.replace(self.sweep, names=names, evaluation=evaluation)] if names else []
+        return found
+
 
 def make_stages(
     claim: Claim, size: str, seeds: Sequence[int], directory: AnyPath, overrides: Mapping[str, str] | None = None
@@ -121,10 +130,11 @@ def train(
     look: Callable[[Sequence[CellState]], None],
     deadline: float | None = None,
     show: Callable[[str], None] = print,
+    stack: int = 1,
 ) -> tuple[list[CellState], bool]:
     """Trains and evaluates all cells; returns the states of the last stage that was begun, and whether it was stopped.
 
-    Arms that are only started from are trained, and not evaluated. `plan` makes the stages.
+    Arms that are only started from are trained, and not evaluated. `plan` makes the stages, `stack` is `run_sweep`'s.
 
     Raises:
       OutOfTime: `deadline`, by time.monotonic(), has come; the cells have saved.
@@ -135,7 +145,6 @@ def train(
         if deadline is not None and time.monotonic() > deadline and any(s.state != COMPLETE for s in states):
             raise OutOfTime(claim.name)
 
-    listed = {arm.name for arm in claim.arms}
     states: list[CellState] = []
     for depth in range(len(plan())):
         # Planned anew each time: the configs of this stage take over what only trained parents have.
@@ -143,15 +152,9 @@ def train(
         if stage.edits:
             _edit(stage, show)
             stage = plan()[depth]
-        for evaluated in (False, True):
-            names = frozenset(cell.name for cell in stage.sweep.asked if (cell.setting["arm"] in listed) == evaluated)
-            if not names:
-                continue
-            sweep = dataclasses.replace(
-                stage.sweep, names=names, evaluation=stage.sweep.evaluation if evaluated else None
-            )
-            _, states, stopped = run_sweep(sweep, runner, retry, command, watched)
-            states = [state for state in states if state.cell.name in names]
+        for sweep in stage.parts(claim):
+            _, states, stopped = run_sweep(sweep, runner, retry, command, watched, stack, show)
+            states = [state for state in states if state.cell.name in sweep.names]
             if stopped or any(state.state != COMPLETE for state in states):
                 return states, stopped
     return states, False

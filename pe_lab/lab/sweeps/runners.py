@@ -19,7 +19,7 @@ from typing import Any
 
 from pe_lab.errors import ConfigError, DataError, UnsupportedError, UserError, did_you_mean, excerpt
 from pe_lab.lab.sweeps.cells import LOGS
-from pe_lab.lab.sweeps.running import LOOK_SECONDS, CellTask, Runner, Stop, run_task
+from pe_lab.lab.sweeps.running import LOOK_SECONDS, CellTask, Runner, StackTask, Stop, run_stack, run_task
 from pe_lab.storage import AnyPath, exists, is_remote, path, read_json, write_json
 
 PASSED_ON = ("evaluate.", "slurm-", "ray-")  # --evaluate.lengths=1x,2x is --lengths=1x,2x of pe_lab.evaluate
@@ -60,6 +60,12 @@ def make_runner(on: str, jobs: int | None, passed_on: Mapping[str, dict[str, str
     if on == "slurm":
         return Slurm(passed_on["slurm-"], jobs)
     return Ray(passed_on["ray-"], jobs) if on == "ray" else Local(jobs)
+
+
+def check_stack(stack: int, on: str) -> None:
+    """`ConfigError` for `--stack` on a cluster, where a cell is a task."""
+    if stack > 1 and on != "local":
+        raise ConfigError(f"--stack={stack} trains on this machine: leave out --on={on}, or run the command on a node.")
 
 
 def _installed(package: str, on: str) -> Any:
@@ -166,7 +172,7 @@ class Local:
     def __init__(self, jobs: int | None = None):
         self.slots = slots(jobs)
 
-    def run(self, tasks: Sequence[CellTask], stop: Stop, look: Callable[..., None]) -> None:
+    def run(self, tasks: Sequence[CellTask | StackTask], stop: Stop, look: Callable[..., None]) -> None:
         """See `Runner`."""
         waiting = deque((0.0, task) for task in tasks)  # when to try it, and what
         running: set[str] = set()
@@ -185,10 +191,13 @@ class Local:
                 if ready is None:
                     time.sleep(LOOK_SECONDS / 4)
                     continue
-                task = ready[1]
-                running.add(task.name)
+                task, how = ready[1], (stop, slot.environment, slot.cpus, lambda line: None)
+                running.update(task.names)
                 try:
-                    status = run_task(task, stop, slot.environment, slot.cpus, show=lambda line: None)
+                    if isinstance(task, StackTask):
+                        taken = run_stack(task, *how)
+                    else:
+                        taken = (task,) if run_task(task, *how) is None else ()
                 except UserError as error:
                     refused.append(error)
                     continue
@@ -196,10 +205,9 @@ class Local:
                     broken.append(error)
                     return
                 finally:
-                    running.discard(task.name)
-                if status is None:
-                    with lock:
-                        waiting.append((time.monotonic() + AGAIN_SECONDS, task))
+                    running.difference_update(task.names)
+                with lock:
+                    waiting.extend((time.monotonic() + AGAIN_SECONDS, one) for one in taken)
 
         workers = [threading.Thread(target=work, args=(slot,), daemon=True) for slot in self.slots[: len(tasks)]]
         for worker in workers:

@@ -8,6 +8,7 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -16,9 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from pe_lab.errors import StoreError, excerpt, redacted
+from pe_lab.errors import StoreError, UserError, excerpt, redacted
 from pe_lab.identity import LEASE_FILE
 from pe_lab.lab.sweeps.cells import Sweep, save_sweep
+from pe_lab.lab.sweeps.stacking import Stacking, stack_cells
 from pe_lab.lab.sweeps.state import (
     COMPLETE,
     FAILED,
@@ -26,6 +28,7 @@ from pe_lab.lab.sweeps.state import (
     file_of,
     has_failed,
     is_complete,
+    is_trained,
     phases_of,
     read_outcome,
     read_states,
@@ -39,6 +42,7 @@ from pe_lab.storage import (
     lease_is_live,
     path,
     read_bytes,
+    read_json,
     write_file,
     write_json,
 )
@@ -73,6 +77,28 @@ class CellTask:
     evaluation: Sequence[str] | None = None
     before: Mapping[str, Any] = field(default_factory=dict)
     cwd: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The cell's name alone, as `StackTask` has several."""
+        return (self.name,)
+
+    @property
+    def place(self) -> AnyPath:
+        """The sweep's directory, which a worker finds from another cwd too."""
+        directory = path("the sweep", self.directory)
+        return directory if is_remote(directory) else Path(self.cwd) / directory
+
+
+@dataclass(frozen=True)
+class StackTask:
+    """Cells that one worker trains as one program."""
+
+    tasks: tuple[CellTask, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(task.name for task in self.tasks)
 
 
 class Stop:
@@ -127,7 +153,7 @@ class Stop:
 class Runner(Protocol):
     """Something that runs cells: this machine, a SLURM cluster, a Ray cluster."""
 
-    def run(self, tasks: Sequence[CellTask], stop: Stop, look: Callable[..., None]) -> None:
+    def run(self, tasks: Sequence[CellTask | StackTask], stop: Stop, look: Callable[..., None]) -> None:
         """Runs all tasks to their ends, or until a stop. Calls `look(running, queued)` with names now and then."""
 
 
@@ -156,9 +182,7 @@ def run_task(
     Raises:
       UserError: the files of the sweep cannot be written.
     """
-    directory = path("the sweep", task.directory)
-    directory = directory if is_remote(directory) else Path(task.cwd) / directory  # a worker has another cwd
-    begun, lost = time.monotonic(), Stop()
+    directory, begun, lost = task.place, time.monotonic(), Stop()
 
     def lose(message: str) -> None:
         lost.requests = 1
@@ -167,17 +191,30 @@ def run_task(
     try:
         with lease(file_of(directory, task.name, "lease"), show, lose):
             outcome = read_outcome(directory, task.name)
-            if is_complete(directory, task.name, task.phases, task.evaluation, outcome):
-                return 0
-            if outcome != task.before and has_failed(outcome):  # under another sweep, meanwhile
-                return outcome["status"]
-            while lease_is_live(directory / task.name / LEASE_FILE, show):
-                if stop.requests:
-                    return os.EX_TEMPFAIL
-                time.sleep(LOOK_SECONDS)
+            status = _ended(task, outcome)
+            if status is not None:
+                return status
+            if not _is_free(task, stop, show):
+                return os.EX_TEMPFAIL
             return _run_stages(task, directory, begun, outcome, (stop, lost), environment or {}, cpus)
     except LeaseTaken:
         return None
+
+
+def _ended(task: CellTask, outcome: Mapping[str, Any]) -> int | None:
+    """The status of a cell that is complete, or has failed under another sweep meanwhile; None: it is to be run."""
+    if is_complete(task.place, task.name, task.phases, task.evaluation, outcome):
+        return 0
+    return outcome["status"] if outcome != task.before and has_failed(outcome) else None
+
+
+def _is_free(task: CellTask, stop: Stop, show: Callable[[str], None]) -> bool:
+    """Waits until no process trains the cell, which a killed sweep may have left; False at a request to stop."""
+    while lease_is_live(task.place / task.name / LEASE_FILE, show):
+        if stop.requests:
+            return False
+        time.sleep(LOOK_SECONDS)
+    return True
 
 
 def _run_stages(
@@ -188,13 +225,13 @@ def _run_stages(
     stops: Sequence[Stop],
     environment: Mapping[str, str | None],
     cpus: frozenset[int] | None,
+    trained: tuple[int, str] | None = None,
 ) -> int:
-    """Trains and evaluates, and writes the outcome."""
-    evaluated, status, error = list(before.get("evaluated") or []), 0, ""
-    variables = {**os.environ, **environment, **dict.fromkeys(SEVERAL_PROCESSES)}
-    kept = {key: value for key, value in variables.items() if value is not None} | {"PYTHONUNBUFFERED": "1"}
+    """Trains and evaluates, and writes the outcome. `trained` is the status of a training in a stack, and its error."""
+    evaluated, (status, error) = list(before.get("evaluated") or []), trained or (0, "")
+    kept = _variables(environment)
     with _log(file_of(directory, task.name, "log")) as log:
-        for stage, command in (("train", task.train), ("evaluate", task.evaluate)):
+        for stage, command in (("train", None if trained else task.train), ("evaluate", task.evaluate)):
             if command is None or status != 0:
                 continue
             if any(stop.requests for stop in stops):
@@ -209,6 +246,12 @@ def _run_stages(
     record = {"status": status, "error": error, "seconds": round(time.monotonic() - begun, 1), "time": now}
     write_json(file_of(directory, task.name, "json"), {**record, "evaluated": evaluated})
     return status
+
+
+def _variables(environment: Mapping[str, str | None]) -> dict[str, str]:
+    """The variables of a process that trains or evaluates."""
+    variables = {**os.environ, **environment, **dict.fromkeys(SEVERAL_PROCESSES)}
+    return {key: value for key, value in variables.items() if value is not None} | {"PYTHONUNBUFFERED": "1"}
 
 
 @contextlib.contextmanager
@@ -297,6 +340,88 @@ def _reason(log: Path, start: int, status: int, stage: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Several cells as one program
+
+
+def run_stack(
+    stack: StackTask,
+    stop: Stop,
+    environment: Mapping[str, str | None] | None = None,
+    cpus: frozenset[int] | None = None,
+    show: Callable[[str], None] = print,
+) -> tuple[CellTask, ...]:
+    """Trains cells in one process, each under its lease, and evaluates each; as `run_task` does with one.
+
+    Returns the cells whose lease another sweep holds.
+
+    Raises:
+      UserError: the lease of a cell cannot be written; the others are trained.
+    """
+    begun, lost = time.monotonic(), Stop()
+    refused: list[CellTask] = []
+    failures: list[UserError] = []  # the lease of one cell cannot be written: the others go on
+    mine: list[tuple[CellTask, dict[str, Any]]] = []  # with their outcomes before
+
+    def lose(message: str) -> None:
+        lost.requests = 1
+        show(message)
+
+    with contextlib.ExitStack() as leases:
+        for task in stack.tasks:
+            try:
+                leases.enter_context(lease(file_of(task.place, task.name, "lease"), show, lose))
+            except (LeaseTaken, UserError) as error:
+                refused += [task] if isinstance(error, LeaseTaken) else []
+                failures += [error] if isinstance(error, UserError) else []
+                continue
+            outcome = read_outcome(task.place, task.name)
+            if _ended(task, outcome) is None:
+                mine.append((task, outcome))
+        if mine and all(_is_free(task, stop, show) for task, _ in mine) and not stop.requests:
+            stops, variables = (stop, lost), environment or {}
+            trained = _train_stack([task for task, _ in mine], stops, variables, cpus)
+            for task, outcome in mine:
+                _run_stages(task, task.place, begun, outcome, stops, variables, cpus, trained[task.name])
+    if failures:
+        raise failures[0]
+    return tuple(refused)
+
+
+def _train_stack(
+    tasks: Sequence[CellTask],
+    stops: Sequence[Stop],
+    environment: Mapping[str, str | None],
+    cpus: frozenset[int] | None,
+) -> dict[str, tuple[int, str]]:
+    """Trains cells as one process, whose own output is in the log FIRST.stack.log; {cell: status and error}."""
+    names = ", ".join(task.name for task in tasks)
+    with contextlib.ExitStack() as opened:
+        own = opened.enter_context(_log(file_of(tasks[0].place, tasks[0].name, "stack.log")))
+        file = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="pe_lab_stack_"))) / "stack.json"
+        runs, starts = {}, {task.name: 0 for task in tasks}
+        for task in tasks:
+            log = opened.enter_context(_log(file_of(task.place, task.name, "log")))
+            with open(log, "a", encoding="utf-8", errors="backslashreplace") as written:
+                written.write(f"== {redacted(shlex.join(['python', *task.train[1:]]))}\n== stacked: {names}\n")
+            starts[task.name] = log.stat().st_size
+            runs[task.name] = {"arguments": task.train[task.train.index("pe_lab.train") + 1 :], "log": str(log)}
+        write_json(file, runs)
+        start = own.stat().st_size
+        command = [sys.executable, "-m", "pe_lab.train", f"--stack={file}"]
+        of_process = _process(command, own, _variables(environment), tasks[0].cwd or None, cpus, stops)
+        known = read_json(file.with_suffix(".status")) if file.with_suffix(".status").exists() else {}
+        found = {}
+        for task in tasks:
+            # Without a status of its own, a cell has that of the process, which was killed, say.
+            status, log, begin = known.get(task.name, of_process), Path(runs[task.name]["log"]), starts[task.name]
+            if task.name not in known:
+                log, begin = own, start
+            error = "" if status in (0, os.EX_TEMPFAIL) else _reason(log, begin, status, "train")
+            found[task.name] = status, error
+        return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # All cells
 
 
@@ -319,12 +444,27 @@ def tasks_of(sweep: Sweep, retry: bool = False) -> list[CellTask]:
     ]
 
 
+def stacking_of(sweep: Sweep, tasks: Sequence[CellTask], most: int) -> Stacking:
+    """How the cells of tasks are stacked, those that are still to be trained."""
+    names = {task.name for task in tasks if not is_trained(sweep.directory / task.name, task.phases)}
+    return stack_cells([cell for cell in sweep.cells if cell.name in names], most)
+
+
+def stacked(tasks: Sequence[CellTask], stacking: Stacking) -> list[CellTask | StackTask]:
+    """The tasks, those of a stack as one, which come first: they take longest."""
+    by_name = {task.name: task for task in tasks}
+    stacks = [StackTask(tuple(by_name.pop(cell.name) for cell in cells)) for cells in stacking.stacks]
+    return [*stacks, *by_name.values()]
+
+
 def run_sweep(
     sweep: Sweep,
     runner: Runner,
     retry: bool = False,
     command: str = "",
     look: Callable[[Sequence[CellState]], None] = lambda states: None,
+    stack: int = 1,
+    show: Callable[[str], None] = print,
 ) -> tuple[Sweep, list[CellState], bool]:
     """Runs the cells of a sweep that are not complete.
 
@@ -334,6 +474,8 @@ def run_sweep(
       retry: whether cells that have failed are trained again.
       command: recorded in sweep.json.
       look: called with the states of all cells every second or so.
+      stack: how many cells may train as one program; above 1, `show` gets a line for each stack, and for each cell
+        that trains alone. The runner gets `StackTask`s then, which `Local` takes.
 
     Returns:
       The sweep with the cells that others have added, the states of all cells, and whether it was stopped.
@@ -354,7 +496,11 @@ def run_sweep(
             known.update({state.cell.name: state for state in states if state.state == COMPLETE})
             look(states)
 
-    tasks = tasks_of(sweep, retry)
+    tasks: Sequence[CellTask | StackTask] = tasks_of(sweep, retry)
+    if tasks and stack > 1:
+        stacking = stacking_of(sweep, tasks, stack)
+        show(str(stacking))
+        tasks = stacked(tasks, stacking)
     with stop.signals():
         watch()
         if tasks:

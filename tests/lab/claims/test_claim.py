@@ -104,7 +104,10 @@ def test_a_claim_is_run_continued_and_judged(claim, capsys):
     command = ["better.py", "--seeds=2", "--jobs=2"]
     assert main([*command, "--dry-run"]) == 0
     out = capsys.readouterr().out
-    assert "base    0 of 2" in out and "child   0 of 2" in out
+    assert "base    0 of 2" in out and "child   0 of 2" in out and "stack" not in out
+    assert main([*command, "--dry-run", "--stack=2"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"stack of 2: {arm}__seed=0, {arm}__seed=1\n" in out for arm in ("base", "child"))
     assert not (claim / "runs").exists()
 
     (claim / "broken").touch()
