@@ -400,10 +400,7 @@ def _check_known(key: Any, hints: Mapping[str, Any], where: str) -> None:
 
 
 def check_key(kind: type, key: str, where: str = "config") -> None:
-    """`ConfigError` for a dotted key, such as `phases.0.steps`, that no config of this kind has.
-
-    What lies inside a description or a free set of keys is not known here, and passes.
-    """
+    """`ConfigError` for a dotted key that no config of this kind has; what is inside a free set of keys passes."""
     hint: Any = kind
     for name in key.split("."):
         if typing.get_origin(hint) in (types.UnionType, typing.Union):

@@ -63,7 +63,7 @@ class Predicted:
 
 
 @dataclass(frozen=True)
-class Line:
+class FittedLine:
     """A least squares line y = a + b x through n points, with what its intervals need."""
 
     a: float
@@ -104,7 +104,7 @@ class Line:
         return y + scale * rng.standard_normal(x.shape) / math.sqrt(seeds) if seeds else y
 
 
-def fit_line(x: Sequence[float], y: Sequence[float]) -> Line:
+def fit_line(x: Sequence[float], y: Sequence[float]) -> FittedLine:
     """The least squares line.
 
     Raises:
@@ -118,16 +118,16 @@ def fit_line(x: Sequence[float], y: Sequence[float]) -> Line:
     b = float(((across - middle) * up).sum()) / spread
     a = float(up.mean()) - b * middle
     deviation = math.sqrt(float(((up - a - b * across) ** 2).sum()) / (len(across) - 2))
-    return Line(a, b, deviation, len(across), middle, spread)
+    return FittedLine(a, b, deviation, len(across), middle, spread)
 
 
-def power_line(sizes: Sequence[Size]) -> Line:
+def power_line(sizes: Sequence[Size]) -> FittedLine:
     """The power law of the gap, in logarithms."""
     points = [(math.log(one.parameters), _logarithm(gap)) for one in sizes for gap in one.gaps]
     return fit_line(*zip(*points, strict=True))
 
 
-def onset_lines(sizes: Sequence[Size]) -> tuple[Line, Line]:
+def onset_lines(sizes: Sequence[Size]) -> tuple[FittedLine, FittedLine]:
     """The onset law: ln G over R / T with the mean onset of each size, and ln T over ln N."""
     points = [(one.tokens / _mean(one.onsets), _logarithm(gap)) for one in sizes for gap in one.gaps]
     onsets = [(math.log(one.parameters), math.log(onset)) for one in sizes for onset in one.onsets]
