@@ -267,7 +267,6 @@ def test_a_step_of_each_recipe_from_the_same_state(recipe, tmp_path):
         rate = configs[name].phases[0].optimizer.learning_rate
         for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected[0].params), strict=True):
             assert np.abs(a - b).max() <= 0.01 * rate, np.abs(a - b).max()
-            assert np.mean(a == b) > 0.3
     for steps in opened.values():
         steps.close()
 
