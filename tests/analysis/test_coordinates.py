@@ -28,7 +28,7 @@ def batches(count: int = 4):
     return [dict(tokens=x[:, :-1], targets=x[:, 1:], weights=np.ones((8, 32), np.float32)) for x in found]
 
 
-@pytest.mark.parametrize("mup", [True, False])
+@pytest.mark.parametrize("mup", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_coordinates_grow_without_mup_alone(mup: bool):
     phase = PhaseConfig(sequence_length=32, batch_size=8, optimizer=OptimizerConfig(learning_rate=4e-3))
     shape = dataclasses.replace(SHAPE, mup_base_width=32 if mup else 0)
@@ -60,6 +60,7 @@ def test_widths_are_more_heads_or_wider_ones():
         at_width(SHAPE, 0.1)
 
 
+@pytest.mark.slow
 def test_the_command_fails_where_coordinates_grow(tmp_path, capsys):
     arguments = ["coordinates", "--config=configs/drope_laptop.py:quick", "--widths=1,4", "--steps=2", "--seeds=1"]
     keys = ["--config.phases.0.optimizer.learning_rate=1e-2", "--config.phases.0.batch_size=2"]

@@ -101,6 +101,7 @@ def together(tmp_path_factory, compilations_kept):  # noqa: F811
     return directory
 
 
+@pytest.mark.slow
 def test_each_cell_is_the_same_run_alone(alone, together):
     """Three cells of two phases, one of which begins its second phase before the others; 60 s, mostly compiling."""
     for name in DIFFER:
@@ -112,6 +113,7 @@ def test_each_cell_is_the_same_run_alone(alone, together):
     assert speed[-1]["step"] == 8 and speed[0]["tokens_per_second"] > 0
 
 
+@pytest.mark.slow
 def test_a_cell_goes_on_alone_and_in_another_stack(alone, together, tmp_path):
     """Cells that were stopped at different steps, and one that is complete."""
     shutil.copytree(together, tmp_path, dirs_exist_ok=True)
@@ -129,6 +131,7 @@ def test_a_cell_goes_on_alone_and_in_another_stack(alone, together, tmp_path):
         assert_alike(alone / name, tmp_path / name)
 
 
+@pytest.mark.slow
 def test_cells_that_start_from_checkpoints_of_their_own(alone, tmp_path):
     """As the arms of a claim: one phase from another run's last checkpoint, with another encoding; 15 s."""
     configs = {}
@@ -145,6 +148,7 @@ def test_cells_that_start_from_checkpoints_of_their_own(alone, tmp_path):
         assert str(alone / name) in json.dumps(lineage)
 
 
+@pytest.mark.slow
 def test_a_request_to_stop_lets_all_cells_save(alone, tmp_path, monkeypatch):
     compute = PhaseStack.compute
 
@@ -183,6 +187,7 @@ def test_a_request_to_stop_before_the_first_step_ends_all_cells(tmp_path, monkey
     assert not list(tmp_path.glob("*/lease.json"))
 
 
+@pytest.mark.slow
 def test_a_cell_that_diverges_or_cannot_save_ends_alone(alone, tmp_path, monkeypatch):
     """Four cells of one phase: the loss of one is not finite, a save of another fails, a third goes back once."""
     save, judge = Store.save, Monitor.judge
@@ -244,10 +249,13 @@ RECIPES = {
     "a learned encoding": {"phases__0__positional": "'rope/with=t5'"},
     "a transition": {"phases__0__transition": "{'start': 'nope', 'until': 0.5}"},
     "gradients twice": {"stability__replay_every": 1},
+    "muP": {"model__mup_base_width": 8},
 }
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe", [name if name == "adamw" else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES]
+)
 def test_a_step_of_each_recipe_from_the_same_state(recipe, tmp_path):
     """3 s each, mostly compiling. Losses and gradients' norms within 1e-6 of themselves, as 1e-5 of the moments."""
     differ = {"a": {}, "b": {"seed": 3, "data__seed": 3, "phases__0__optimizer__weight_decay": 0.4}}
@@ -286,6 +294,7 @@ def test_random_positions_are_those_of_a_single_run_bit_for_bit():
     assert np.array_equal(draw(np.asarray([0, 5, 2**32 - 1], np.uint32)), np.stack(alone))
 
 
+@pytest.mark.slow
 def test_cells_on_a_mesh_of_two_devices(tmp_path, monkeypatch):
     """Two cells on data=2, and on fsdp=2: 20 s."""
     two = lambda config: plan_here(config, jax.devices()[:2])  # noqa: E731
