@@ -28,8 +28,8 @@ SEEDS = {64: 0, 96: 3, 128: 3}  # 0: all of the claim's
 LAYERS, PER_PARAMETER, SHARE = 8, 20, 0.125
 LATER = (192, 256)  # predicted before they are run
 PAPER = (357_826_560, 20 * 357_826_560 * SHARE)  # DroPE's model of 494M without its embedding, at this ladder's tokens
-GRID = (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
-BEST = dict.fromkeys(("rope", "nope", "dropped", "dropped_half", "rewarmed", "half"), 8e-3)
+GRID = (4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2)
+BEST = dict.fromkeys(("rope", "nope", "dropped", "dropped_half", "rewarmed", "half"), 1.6e-2)
 
 
 def parameters(width: int) -> int:
