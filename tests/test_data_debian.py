@@ -1,4 +1,4 @@
-"""The corpus `prose`: packages that are read, downloaded, refused. 2 s; no network."""
+"""Corpora of Debian packages: packages that are read, downloaded, refused. 2 s; no network."""
 
 import gzip
 import hashlib
@@ -11,7 +11,11 @@ import threading
 import pytest
 
 from pe_lab.config import SourceConfig
-from pe_lab.data.sources import open_source, prose
+from pe_lab.data import sources
+from pe_lab.data.sources import debian, open_source
+from pe_lab.data.sources.debian import Corpus, Package, documents_of, download
+from pe_lab.data.sources.manuals import MANUALS
+from pe_lab.data.sources.paragraphs import is_english_prose
 from pe_lab.errors import ConfigError, DataError, StoreError
 
 SENTENCE = "The quick brown fox jumps over the lazy dog near the river bank every day. " * 4
@@ -70,21 +74,17 @@ CONTENT = package(
         "./usr/share/doc/RFC/rfc1.json": b"{}",
     }
 )
-PACKAGE = prose.Package("main/d/doc/doc-rfc-x_1_all.deb", hashlib.sha256(CONTENT).hexdigest(), "*.txt.gz")
+PACKAGE = Package("main/d/doc/doc-rfc-x_1_all.deb", hashlib.sha256(CONTENT).hexdigest(), "*.txt.gz")
+PROSE = Corpus("prose", (PACKAGE,))
 
 
 def test_paragraphs_of_an_rfc_are_prose_on_one_line():
-    (found,) = prose.documents_of(PACKAGE, CONTENT)
+    (found,) = documents_of(PROSE, PACKAGE, CONTENT)
     assert found.split("\n\n") == [
         " ".join(SENTENCE.split()),
         "This paragraph goes on with many more words until the end of the page and continues on the next one, as it "
         "should, without a break in it.",
     ]
-
-
-def test_paragraphs_of_a_page_leave_out_code_and_menus():
-    found = [one for one in prose.html_paragraphs(HTML) if prose.is_prose(one)]
-    assert found == [f"{' '.join(SENTENCE.split())} Bold & more words that stay in this paragraph."]
 
 
 @pytest.fixture
@@ -112,9 +112,9 @@ def mirror():
 def test_a_package_comes_from_the_first_mirror_that_has_it(mirror):
     address, served = mirror
     served[f"/second/pool/{PACKAGE.path}"] = CONTENT
-    assert prose.download(PACKAGE, (f"{address}/first", f"{address}/second")) == CONTENT
+    assert download(PROSE, PACKAGE, (f"{address}/first", f"{address}/second")) == CONTENT
     with pytest.raises(StoreError, match="doc-rfc-x cannot be downloaded .*404"):
-        prose.download(PACKAGE, (f"{address}/first",))
+        download(PROSE, PACKAGE, (f"{address}/first",))
 
 
 def test_the_machines_own_mirrors_come_first(tmp_path):
@@ -124,24 +124,24 @@ def test_the_machines_own_mirrors_come_first(tmp_path):
     )
     deb822 = "Types: deb\nURIs: https://two.example/debian/\nSuites: bookworm\n"
     (tmp_path / "sources.list.d/two.sources").write_text(deb822 + "URIs: http://three.example/ubuntu\n")
-    assert prose.mirrors(tmp_path) == ("http://one.example/debian", "https://two.example/debian", *prose.MIRRORS)
-    assert prose.mirrors(tmp_path / "none") == prose.MIRRORS
+    assert debian.mirrors(tmp_path) == ("http://one.example/debian", "https://two.example/debian", *debian.MIRRORS)
+    assert debian.mirrors(tmp_path / "none") == debian.MIRRORS
 
 
 def test_a_package_that_was_changed_is_refused(mirror):
     address, served = mirror
     served[f"/pool/{PACKAGE.path}"] = CONTENT[:-1] + b"x"
     with pytest.raises(DataError, match=f"not {PACKAGE.sha256}: it is damaged"):
-        prose.download(PACKAGE, (address,))
+        download(PROSE, PACKAGE, (address,))
     with pytest.raises(DataError, match="is no Debian package"):
-        list(prose.documents_of(PACKAGE, b"something else"))
+        list(documents_of(PROSE, PACKAGE, b"something else"))
 
 
 def test_the_source_reads_each_package_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     downloads = []
-    monkeypatch.setattr(prose, "PACKAGES", (PACKAGE,))
-    monkeypatch.setattr(prose, "download", lambda one: downloads.append(one) or CONTENT)
+    monkeypatch.setitem(sources.OF_PACKAGES, "prose", PROSE)
+    monkeypatch.setattr(debian, "download", lambda corpus, one: downloads.append(one) or CONTENT)
     for _ in range(2):
         source = open_source(SourceConfig("prose"))
         (document,) = source.documents()
@@ -152,3 +152,57 @@ def test_the_source_reads_each_package_once(tmp_path, monkeypatch):
         open_source(SourceConfig("prose:x"))
     with pytest.raises(ConfigError, match="has no columns"):
         open_source(SourceConfig("prose", template="{text}"))
+
+
+def test_what_was_interrupted_goes_on_with_the_packages_that_are_missing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    second = PACKAGE._replace(path="main/o/other_1_all.deb")
+    corpus, downloads = Corpus("manuals", (PACKAGE, second)), []
+
+    def failing(corpus, one):
+        downloads.append(one.name)
+        if downloads == ["doc-rfc-x", "other"]:
+            raise StoreError("the network is down")
+        return CONTENT
+
+    monkeypatch.setattr(debian, "download", failing)
+    monkeypatch.setitem(sources.OF_PACKAGES, "manuals", corpus)
+    with pytest.raises(StoreError, match="the network is down"):
+        open_source(SourceConfig("manuals"))
+    assert [one.name for one in (tmp_path / "data/manuals").iterdir()] == ["doc-rfc-x.jsonl"]
+    assert len(list(open_source(SourceConfig("manuals")).documents())) == 2
+    assert downloads == ["doc-rfc-x", "other", "other"]
+
+
+def test_a_paragraph_that_the_package_had_before_is_left_out():
+    again = f"<p>{SENTENCE}</p><p>This sentence is on each of the two pages, and it is kept once.</p>"
+    content = package({"./usr/share/doc/a.html": again.encode(), "./usr/share/doc/b.html": f"{again}{HTML}".encode()})
+    named = Package("main/a/a_1_all.deb", "", "*.html")
+    kept = list(documents_of(Corpus("manuals", (named,)), named, content))
+    once = list(documents_of(Corpus("manuals", (named,), repeats=False), named, content))
+    assert [one.count("\n\n") for one in kept] == [1, 2]
+    assert once[0] == kept[0] and once[1] == kept[1].split("\n\n")[-1]
+
+
+def test_a_dictionary_is_cut_into_documents(monkeypatch):
+    monkeypatch.setattr(debian, "MOST_CHARACTERS", 500)
+    entries = "".join(f"word{i}\n   {SENTENCE.strip()} It is of the {i}th kind. [1913 Webster]\n" for i in range(5))
+    content = package({"./usr/share/dictd/x.dict.dz": gzip.compress(entries.encode())})
+    named = Package("main/x/dict-x_1_all.deb", "", "*.dict.dz")
+    found = list(documents_of(Corpus("manuals", (named,), cuts=True), named, content))
+    assert [one.split()[0] for one in found] == [f"word{i}" for i in range(5)]
+    assert all(one.endswith("th kind.") for one in found)
+
+
+def test_patterns_say_which_files_are_documents():
+    named = Package("main/x/x_1_all.deb", "", "*.html *.txt !*.??.html")
+    assert [named.has(one) for one in ("a/b.html", "a/b.txt", "a/b.de.html", "a/b.pdf")] == [True, True, False, False]
+
+
+def test_the_packages_of_manuals_are_named_once_and_have_a_licence():
+    """What the table says of a package is checked where it is downloaded; here that it is a table."""
+    assert MANUALS.is_text is is_english_prose and not MANUALS.repeats
+    names = [one.name for one in MANUALS.packages]
+    assert len(set(names)) == len(names)
+    for one in MANUALS.packages:
+        assert one.path.endswith(".deb") and len(one.sha256) == 64 and one.files and one.licence
