@@ -7,6 +7,7 @@ import io
 import json
 import tarfile
 import threading
+import zlib
 
 import pytest
 
@@ -112,9 +113,9 @@ def mirror():
 def test_a_package_comes_from_the_first_mirror_that_has_it(mirror):
     address, served = mirror
     served[f"/second/pool/{PACKAGE.path}"] = CONTENT
-    assert download(PROSE, PACKAGE, (f"{address}/first", f"{address}/second")) == CONTENT
+    assert download(PROSE, PACKAGE, chosen=(f"{address}/first", f"{address}/second")) == CONTENT
     with pytest.raises(StoreError, match="doc-rfc-x cannot be downloaded .*404"):
-        download(PROSE, PACKAGE, (f"{address}/first",))
+        download(PROSE, PACKAGE, chosen=(f"{address}/first",))
 
 
 def test_the_machines_own_mirrors_come_first(tmp_path):
@@ -132,7 +133,7 @@ def test_a_package_that_was_changed_is_refused(mirror):
     address, served = mirror
     served[f"/pool/{PACKAGE.path}"] = CONTENT[:-1] + b"x"
     with pytest.raises(DataError, match=f"not {PACKAGE.sha256}: it is damaged"):
-        download(PROSE, PACKAGE, (address,))
+        download(PROSE, PACKAGE, chosen=(address,))
     with pytest.raises(DataError, match="is no Debian package"):
         list(documents_of(PROSE, PACKAGE, b"something else"))
 
@@ -141,7 +142,7 @@ def test_the_source_reads_each_package_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     downloads = []
     monkeypatch.setitem(sources.OF_PACKAGES, "prose", PROSE)
-    monkeypatch.setattr(debian, "download", lambda corpus, one: downloads.append(one) or CONTENT)
+    monkeypatch.setattr(debian, "download", lambda corpus, one, report: downloads.append(one) or CONTENT)
     for _ in range(2):
         source = open_source(SourceConfig("prose"))
         (document,) = source.documents()
@@ -159,7 +160,7 @@ def test_what_was_interrupted_goes_on_with_the_packages_that_are_missing(tmp_pat
     second = PACKAGE._replace(path="main/o/other_1_all.deb")
     corpus, downloads = Corpus("manuals", (PACKAGE, second)), []
 
-    def failing(corpus, one):
+    def failing(corpus, one, report):
         downloads.append(one.name)
         if downloads == ["doc-rfc-x", "other"]:
             raise StoreError("the network is down")
@@ -192,6 +193,22 @@ def test_a_dictionary_is_cut_into_documents(monkeypatch):
     found = list(documents_of(Corpus("manuals", (named,), cuts=True), named, content))
     assert [one.split()[0] for one in found] == [f"word{i}" for i in range(5)]
     assert all(one.endswith("th kind.") for one in found)
+
+
+def test_an_archive_in_a_package_and_the_blocks_of_a_sword_module_are_read():
+    program = f"/* {SENTENCE}It is the comment of a program. */".encode()
+    inner = io.BytesIO()
+    with tarfile.open(fileobj=inner, mode="w:xz") as archive:
+        info = tarfile.TarInfo("linux-6.1/kernel/a.c")
+        info.size = len(program)
+        archive.addfile(info, io.BytesIO(program))
+    texts = [f"<div>{SENTENCE} It is the {n} block.</div>".encode() for n in ("first", "second")]
+    blocks = zlib.compress(texts[0]) + b"free space x\x9c of a block" + zlib.compress(texts[1])
+    content = package({"./usr/src/linux.tar.xz": inner.getvalue(), "./usr/share/sword/ot.czz": blocks})
+    named = Package("main/x/x_1_all.deb", "", "*.tar.xz *.c *.czz")
+    source, module = documents_of(Corpus("manuals", (named,)), named, content)
+    assert source.endswith("It is the comment of a program.")
+    assert [one.rpartition(" It is ")[2] for one in module.split("\n\n")] == ["the first block.", "the second block."]
 
 
 def test_patterns_say_which_files_are_documents():

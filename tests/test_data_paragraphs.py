@@ -75,6 +75,18 @@ See :ref:`the page <label>` and `this one <http://a.b/c>`_ for ``code`` and *mor
 
     x
 """
+PROGRAM = f"""/* SPDX-License-Identifier: GPL-2.0 */
+/**
+ * name - what it does
+ *
+ * {SENTENCE}
+ * {SENTENCE}
+ */
+int name(void);  // not a comment of its own
+
+	// A line of it,
+	// and the next one.
+"""
 SERVICE = {
     "shapes": [{"documentation": "<p>The one.</p><p>The <i>other</i>.</p>"}],
     "description": "The last.",
@@ -111,6 +123,21 @@ SERVICE = {
             "a/x.dict",
             "word\n   what {it} means\n\n   and more\nother\n   x",
             ["word what it means", "and more", "other x"],
+        ),
+        (
+            "a/x.c",
+            PROGRAM,
+            [
+                "SPDX-License-Identifier: GPL-2.0",
+                "name - what it does",
+                f"{SENTENCE} {SENTENCE}",
+                "A line of it, and the next one.",
+            ],
+        ),
+        (
+            "usr/share/sword/modules/comments/zcom/x/ot",
+            f"<w lemma='x'>{SENTENCE}</w><div/>And more.",
+            [SENTENCE, "And more."],
         ),
         ("a/x.json", json.dumps(SERVICE), ["The one.", "The other.", "The last."]),
         ("a/x.txt", f"{SENTENCE}\n{SENTENCE}\n\na    b\nc    d\n\nend", [f"{SENTENCE} {SENTENCE}", "end"]),

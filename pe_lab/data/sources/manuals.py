@@ -16,7 +16,7 @@ from pe_lab.data.sources.paragraphs import is_english_prose
 def _packages() -> tuple[Package, ...]:
     with Path(__file__).with_name("manuals.tsv").open(encoding="utf-8", newline="") as file:
         rows = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
-        return tuple(Package(row["path"], row["sha256"], row["files"]) for row in rows)
+        return tuple(Package(**row) for row in rows)
 
 
 MANUALS = Corpus("manuals", _packages(), is_english_prose, repeats=False, cuts=True)

@@ -281,5 +281,5 @@ FORMATS: dict[str, Paragraphs] = {
     "md": markdown_paragraphs,
     "rst": restructured_paragraphs,
     "json": json_paragraphs,
-    **dict.fromkeys(["c", "cc", "cpp", "d", "go", "h", "java", "s"], comment_paragraphs),
+    **dict.fromkeys(["c", "cc", "cpp", "d", "go", "h", "js", "php", "s"], comment_paragraphs),
 }
