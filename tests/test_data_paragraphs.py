@@ -11,8 +11,6 @@ HTML = f"""<html><head><title>No</title><style>p {{}}</style></head><body><nav>{
 <h1>A heading</h1><p class="a > b">{SENTENCE} <b>Bold</b> &amp; <a href='x'
 title="more">more</a> words that stay<br/>{SENTENCE}</p>
 <pre>code code code code code code code code code</pre></body></html>"""
-DOCBOOK = f"""<?xml version="1.0" ?><article><title>No title is a paragraph of its own here</title>
-<para>&kate; is an editor. {SENTENCE} &lt;</para><programlisting>{SENTENCE}</programlisting></article>"""
 MAN = r"""'\" t
 .\" A comment that has enough words to be a paragraph of the page.
 .TH NAME 1 "a date"
@@ -58,14 +56,6 @@ File: x.info,  Node: Top,  Next: Other,  Up: (dir)
 {SENTENCE}
 {SENTENCE}
 """
-MARKDOWN = f"""# Title
-
-See [the page](http://example.org/a_b) for `code` and **more**.
-
-```
-{SENTENCE}
-```
-"""
 RST = """Title
 =====
 
@@ -98,7 +88,6 @@ SERVICE = {
     "file,text,wanted",
     [
         ("a/x.html", HTML, ["A heading", f"{SENTENCE} Bold & more words that stay", SENTENCE]),
-        ("a/index.docbook", DOCBOOK, [f"kate is an editor. {SENTENCE} <"]),
         (
             "usr/share/man/man1/name.1",
             MAN,
@@ -117,7 +106,6 @@ SERVICE = {
             INFO,
             ["This is x.info, produced by makeinfo.", "1 Title *******", f"{SENTENCE} {SENTENCE}"],
         ),
-        ("a/README.md", MARKDOWN, ["# Title", "See the page for code and more."]),
         ("a/x.rst", RST, ["See the page and this one for code and more of it:", "x"]),
         (
             "a/x.dict",

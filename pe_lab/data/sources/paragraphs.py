@@ -1,12 +1,11 @@
-"""The paragraphs of documentation: of HTML and XML, text, Info, manual pages, Markdown, comments of programs.
+"""The paragraphs of documentation: of HTML, text, Info, manual pages, dictionaries and the comments of programs.
 
-Each function takes the text of a file and yields its paragraphs, each on one line. What is left out: code, menus,
-tables, headers and footers of pages. What is no sentence is for `is_prose` and `is_english` to drop.
+Each function takes the text of a file and yields its paragraphs, each on one line, without code and menus. What is no
+prose is for `is_prose` and `is_english_prose` to tell.
 """
 
 from __future__ import annotations
 
-import html.entities
 import html.parser
 import json
 import re
@@ -89,18 +88,16 @@ def _pages(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-class _Markup(html.parser.HTMLParser):
-    """Collects the text of an HTML page, or of DocBook or Mallard, by paragraphs."""
+class _Page(html.parser.HTMLParser):
+    """Collects the text of a page of HTML, or of OSIS, by paragraphs."""
 
     # fmt: off
     ENDS = frozenset([
         "p", "li", "dd", "dt", "h1", "h2", "h3", "h4", "h5", "h6", "div", "td", "th", "br", "blockquote", "table", "ul",
-        "ol", "dl", "section", "body", "para", "simpara", "term", "listitem", "item", "entry",
-    ])
-    LEFT_OUT = frozenset([
-        "script", "style", "pre", "nav", "header", "footer", "head", "title", "programlisting", "screen", "info",
+        "ol", "dl", "section", "body", "item",
     ])
     # fmt: on
+    LEFT_OUT = frozenset(["script", "style", "pre", "nav", "header", "footer", "head", "title"])
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,10 +106,6 @@ class _Markup(html.parser.HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: object) -> None:
         self._left_out += tag in self.LEFT_OUT
-        if tag in self.ENDS:
-            self.end()
-
-    def handle_startendtag(self, tag: str, attrs: object) -> None:
         if tag in self.ENDS:
             self.end()
 
@@ -133,26 +126,18 @@ class _Markup(html.parser.HTMLParser):
 
 # Tags within a paragraph, most of a page: the parser takes half the time without them.
 _INLINE = re.compile(
-    rf"</?(?!(?:{'|'.join(sorted(_Markup.ENDS | _Markup.LEFT_OUT))})\b)[a-z](?:[^<>\"']|\"[^\"<]*\"|'[^'<]*')*>",
+    rf"</?(?!(?:{'|'.join(sorted(_Page.ENDS | _Page.LEFT_OUT))})\b)[a-z](?:[^<>\"']|\"[^\"<]*\"|'[^'<]*')*>",
     re.IGNORECASE,
 )
 
 
 def html_paragraphs(text: str) -> Iterator[str]:
-    """The paragraphs of an HTML page."""
-    parser = _Markup()
+    """The paragraphs of an HTML page, or of OSIS, the XML of SWORD modules."""
+    parser = _Page()
     parser.feed(_INLINE.sub("", text))
     parser.close()
     parser.end()
     yield from parser.found
-
-
-def xml_paragraphs(text: str) -> Iterator[str]:
-    """The paragraphs of DocBook or Mallard; an entity that HTML does not know is a name, and stands for itself."""
-    known = html.entities.html5
-    yield from html_paragraphs(
-        re.sub(r"&([\w.-]+);", lambda found: found[0] if f"{found[1]};" in known else found[1], text)
-    )
 
 
 def info_paragraphs(text: str) -> Iterator[str]:
@@ -164,14 +149,6 @@ def dictionary_paragraphs(text: str) -> Iterator[str]:
     """The entries of a dictionary of dictd, whose headwords begin a line, without marks of references and sources."""
     for entry in re.split(r"\n(?=\S)|\n[ \t]*\n", text):
         yield " ".join(re.sub(r"[{}]|\[(?:1913 Webster|WordNet 1\.5|PJC)\]", "", entry).split())
-
-
-def markdown_paragraphs(text: str) -> Iterator[str]:
-    """The paragraphs of a Markdown file, without code and the addresses of links."""
-    text = re.sub(r"^ *(```|~~~).*?^ *\1", "\n", text, flags=re.DOTALL | re.MULTILINE)
-    for paragraph in text_paragraphs(text):
-        paragraph = re.sub(r"!?\[([^]]*)\](?:\([^)]*\)|\[[^]]*\])", r"\1", re.sub(r"<[^>]+>", "", paragraph))
-        yield re.sub(r"[`*]+", "", paragraph)
 
 
 def restructured_paragraphs(text: str) -> Iterator[str]:
@@ -270,15 +247,10 @@ def _unescaped(lines: list[str]) -> str:
 FORMATS: dict[str, Paragraphs] = {
     "html": html_paragraphs,
     "htm": html_paragraphs,
-    "xhtml": html_paragraphs,
-    "docbook": xml_paragraphs,
-    "xml": xml_paragraphs,
-    "page": xml_paragraphs,
-    "nt": html_paragraphs,  # and ot: the testaments of a SWORD module, in OSIS
+    "nt": html_paragraphs,  # the testaments of a SWORD module
     "ot": html_paragraphs,
     "txt": text_paragraphs,
     "dict": dictionary_paragraphs,
-    "md": markdown_paragraphs,
     "rst": restructured_paragraphs,
     "json": json_paragraphs,
     **dict.fromkeys(["c", "cc", "cpp", "d", "go", "h", "js", "php", "s"], comment_paragraphs),
