@@ -6,13 +6,11 @@ every machine has the same documents.
 
 from __future__ import annotations
 
-import bz2
 import gzip
 import hashlib
 import http.client
 import io
 import json
-import lzma
 import re
 import tarfile
 import urllib.request
@@ -59,8 +57,6 @@ def _blocks(raw: bytes) -> bytes:
 DECOMPRESS: dict[str, Callable[[bytes], bytes]] = {
     ".gz": gzip.decompress,
     ".dz": gzip.decompress,
-    ".bz2": bz2.decompress,
-    ".xz": lzma.decompress,
     ".bzz": _blocks,
     ".czz": _blocks,
 }
