@@ -5,10 +5,11 @@ which to take; this is one of its arms by hand.
 
 Arguments: from=CHECKPOINT (a run, a phase or a step; hf:DIR, gguf:FILE), positional=ENCODING (kept: the checkpoint's
 own; drop: DroPE; or a text, as 'rope:base=1e6'), length=TOKENS (of the windows; 32768), data=SOURCE (stdlib, prose,
-text:GLOB, jsonl:GLOB, parquet:GLOB, hf:ORG/NAME, a directory of pe_lab.prepare; own: the data of the checkpoint's run),
-steps (200), batch (windows a step; 8), rate (3e-5), long (share of the text that is of documents that fill a window;
-0.5), stages (1: all steps at `length`; 2: the first half of them at half of it, and so on), distill=none (or logits,
-hidden: the checkpoint as it was is the teacher), size=full (or quick: 4 steps), name. Values with a comma are quoted.
+manuals, text:GLOB, jsonl:GLOB, parquet:GLOB, hf:ORG/NAME, a directory of pe_lab.prepare; own: the data of the
+checkpoint's run), steps (200), batch (windows a step; 8), rate (3e-5), long (share of the text that is of documents
+that fill a window; 0.5), stages (1: all steps at `length`; 2: the first half of them at half of it, and so on),
+distill=none (or logits, hidden: the checkpoint as it was is the teacher), size=full (or quick: 4 steps), name. Values
+with a comma are quoted.
 
 Train, after surgery:
   python -m pe_lab.surgery --from=runs/smollm2 --to=runs/yarn --positional=yarn:factor=4

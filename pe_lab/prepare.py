@@ -31,6 +31,7 @@ where it stopped when the same command is repeated."""
 EXAMPLES = """\
 sources:
   stdlib               the standard library of this Python
+  prose, manuals       English from packages of Debian 12, downloaded once into data/prose or data/manuals
   text:GLOB            files of text, one document each (.gz and .zst too)
   jsonl:GLOB           JSON lines, one document each (.gz and .zst too)
   parquet:GLOB         Parquet files, one document a row; arrow:GLOB the same of Arrow files

@@ -273,7 +273,7 @@ def corpus(source: str, **options: Any) -> dict[str, Any]:
 
     `options` are those of the source, such as `chat`.
     """
-    if source in ("stdlib", "prose") or ":" in source:
+    if source in ("stdlib", "prose", "manuals") or ":" in source:
         return dict(sources=[dict(source=source, **options)])
     return dict(prepared=source, **(dict(sources=[options]) if options else {}))
 

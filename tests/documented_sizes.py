@@ -11,6 +11,7 @@ PLACES |= {"HuggingFaceFW/fineweb-edu": "mirrors/fineweb", "HuggingFaceFW/finewe
 PLACES |= {"https://host/part-{00..31}.jsonl.zst": "corpus/{0..0}.jsonl.gz", "train:4096": "train:400"}
 PLACES |= {"length=16384,data=stdlib": "length=64,data=text:essays/*.txt", "--text=stdlib": "--text=essays/*.txt"}
 PLACES |= {"data=prose": "data=text:essays/*.txt", "--text=prose": "--text=essays/*.txt"}  # else minutes of downloads
+PLACES |= {"--source=manuals": "--source=text:essays/*.txt"}
 
 _TINY = {
     "vocab_size": 2048,

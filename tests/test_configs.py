@@ -83,7 +83,7 @@ def test_references_include_documented_arguments():
     assert "drope_16b.py:from=runs/table1_rope/pretrain/checkpoints/14000" in found
     assert {"table1.py:method=rnope_swa", "table1.py:method=drope,size=laptop"} <= found
     assert "drope_smollm.py:model=135m,from=runs/smollm2_135m,data=data/my-text" in found
-    laptop = {"drope_laptop.py", "claims.py"}
+    laptop = {"drope_laptop.py", "claims.py", "ladder.py"}
     assert {path.name for path in CONFIGS.glob("*.py")} - laptop == {name for name, _ in _plan_commands()}
 
 

@@ -77,6 +77,7 @@ def test_the_wheel_trains_evaluates_and_reports_without_the_checkout(tmp_path):
     names = zipfile.ZipFile(wheel).namelist()
     sources = {f"pe_lab/{p.relative_to(root / 'pe_lab')}" for p in (root / "pe_lab").rglob("*.py")}
     sources |= {f"pe_lab/page/fonts/{p.name}" for p in (root / "pe_lab/page/fonts").iterdir()}
+    sources |= {"pe_lab/data/sources/manuals.tsv"}
     sources |= {f"pe_lab/configs/{p.name}" for p in (root / "configs").glob("*.py")}
     sources |= {f"pe_lab/lab/claims/files/{p.name}" for p in (root / "claims").glob("*.py")}
     sources |= {f"pe_lab/lab/claims/files/results/{p.name}" for p in (root / "claims/results").glob("*.json")}

@@ -34,6 +34,7 @@ NAVIGATION = {
     ],
     "Reference": [
         "docs/claims.md",
+        "docs/manuals.md",
         "docs/encodings.md",
         "docs/attention.md",
         "reference/commands.md",

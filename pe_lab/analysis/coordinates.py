@@ -65,7 +65,7 @@ def at_width(shape: ModelConfig, factor: float) -> ModelConfig:
     return dataclasses.replace(shape, **{name: int(value) for name, value in wide.items()})
 
 
-def measure(
+def measure_widths(
     config: Config,
     batches: Sequence[Batch],
     widths: Sequence[float],
@@ -178,7 +178,9 @@ def _run(args: argparse.Namespace) -> Findings:
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
     batches = [next(pipeline) for _ in range(steps + 1)]
     with Progress(console(stderr=True), "coordinates", len(widths) * seeds) as progress:
-        found = measure(config, batches, widths, seeds, rate, lambda done: progress.update(done, f"{done} models"))
+        found = measure_widths(
+            config, batches, widths, seeds, rate, lambda done: progress.update(done, f"{done} models")
+        )
     shapes = [at_width(config.model, factor) for factor in widths]
     of_size = exponents(found.size[:, -1], widths)  # [C]
     of_change = exponents(found.change[:, -1], widths)

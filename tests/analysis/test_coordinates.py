@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from pe_lab.analysis.coordinates import at_width, exponents, measure
+from pe_lab.analysis.coordinates import at_width, exponents, measure_widths
 from pe_lab.analyze import main
 from pe_lab.config import Config, ModelConfig, OptimizerConfig, PhaseConfig
 from pe_lab.errors import ConfigError
@@ -32,7 +32,7 @@ def batches(count: int = 4):
 def test_coordinates_grow_without_mup_alone(mup: bool):
     phase = PhaseConfig(sequence_length=32, batch_size=8, optimizer=OptimizerConfig(learning_rate=4e-3))
     shape = dataclasses.replace(SHAPE, mup_base_width=32 if mup else 0)
-    found = measure(Config(model=shape, phases=(phase,)), batches(), WIDTHS, seeds=2)
+    found = measure_widths(Config(model=shape, phases=(phase,)), batches(), WIDTHS, seeds=2)
     assert found.kinds == ("embedding", "attention logits", "outputs of layers", "logits")
     assert found.size.shape == (3, 4, 4)
     np.testing.assert_array_equal(found.change[:, 0], 0)

@@ -1,12 +1,14 @@
-"""Corpora: the standard library, prose, files of text and records on disks and stores, the hub, TensorFlow Datasets."""
+"""Corpora: the standard library, packages of Debian, files of text and records, the hub, TensorFlow Datasets."""
 
 from __future__ import annotations
 
 from pe_lab import storage
 from pe_lab.config import SourceConfig
+from pe_lab.data.sources.debian import open_packages
 from pe_lab.data.sources.files import ArrowFiles, JsonLines, ParquetFiles, TextFiles
 from pe_lab.data.sources.hub import open_hub
-from pe_lab.data.sources.prose import open_prose
+from pe_lab.data.sources.manuals import MANUALS
+from pe_lab.data.sources.prose import PROSE
 from pe_lab.data.sources.records import Records
 from pe_lab.data.sources.source import DataSource, Document, InputShard
 from pe_lab.data.sources.standard_library import StandardLibrary
@@ -14,11 +16,13 @@ from pe_lab.data.sources.tensorflow import TensorFlowDataset
 from pe_lab.errors import ConfigError, did_you_mean
 
 OF_FILES = {"text": TextFiles, "jsonl": JsonLines, "parquet": ParquetFiles, "arrow": ArrowFiles}
-WITHOUT_ADDRESS = ("stdlib", "prose")
+OF_PACKAGES = {"prose": PROSE, "manuals": MANUALS}
+WITHOUT_ADDRESS = ("stdlib", *OF_PACKAGES)
 KINDS = (*WITHOUT_ADDRESS, *OF_FILES, "hf", "tfds")
 OPTIONS = {"hf": ("revision",), "tfds": ("data_dir",)}
 FORMS = (
-    "stdlib, prose, text:GLOB, jsonl:GLOB, parquet:GLOB, arrow:GLOB, hf:ORG/NAME[:CONFIG][/SPLIT] or tfds:NAME[/SPLIT]"
+    "stdlib, prose, manuals, text:GLOB, jsonl:GLOB, parquet:GLOB, arrow:GLOB, hf:ORG/NAME[:CONFIG][/SPLIT] or "
+    "tfds:NAME[/SPLIT]"
 )
 
 
@@ -49,8 +53,8 @@ def open_source(config: SourceConfig) -> DataSource:
     if kind == "stdlib":
         return StandardLibrary()
     records = Records(config)
-    if kind == "prose":
-        return open_prose(config.source, records)
+    if kind in OF_PACKAGES:
+        return open_packages(OF_PACKAGES[kind], records)
     if kind == "hf":
         return open_hub(config, where, records)
     if kind == "tfds":
