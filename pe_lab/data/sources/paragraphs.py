@@ -94,10 +94,11 @@ class _Page(html.parser.HTMLParser):
     # fmt: off
     ENDS = frozenset([
         "p", "li", "dd", "dt", "h1", "h2", "h3", "h4", "h5", "h6", "div", "td", "th", "br", "blockquote", "table", "ul",
-        "ol", "dl", "section", "body", "item",
+        "ol", "dl", "section", "body",
+        "item", "para",  # of OSIS, and of DocBook in descriptions of AWS
     ])
     # fmt: on
-    LEFT_OUT = frozenset(["script", "style", "pre", "nav", "header", "footer", "head", "title"])
+    LEFT_OUT = frozenset(["script", "style", "pre", "nav", "header", "footer", "head", "title", "info"])
 
     def __init__(self) -> None:
         super().__init__()
