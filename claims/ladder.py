@@ -27,7 +27,7 @@ RECIPE, LOSS = "configs/ladder.py", "validation"
 SEEDS = {64: 0, 96: 3, 128: 3}  # 0: all of the claim's
 LAYERS, PER_PARAMETER, SHARE = 8, 20, 0.125
 LATER = (192, 256)  # predicted before they are run
-PAPER = (357_826_560, 20 * 357_826_560 * SHARE)  # DroPE's model of 494M without its embedding, at this ladder's tokens
+PAPER = (357_826_560.0, 2.1e9)  # DroPE's model of 494M without its embedding, and the tokens of its recalibration
 GRID = (4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2)
 BEST = dict.fromkeys(("rope", "nope", "dropped", "dropped_half", "rewarmed", "half"), 1.6e-2)
 
@@ -37,7 +37,7 @@ def parameters(width: int) -> int:
     return 10 * LAYERS * width**2
 
 
-def rung(width: int, seeds: int = 0) -> dict[str, Arm]:
+def rung(width: int, seeds: int) -> dict[str, Arm]:
     """The arms of a width: trained from random weights, and what they become in the last eighth of their steps."""
 
     def arm(name: str, arguments: str, parent: Arm | None = None, at: float = 0) -> Arm:
@@ -62,13 +62,13 @@ RUNGS = {width: rung(width, seeds) for width, seeds in SEEDS.items()}
 
 def gap(width: int, of: str = "dropped", over: str = "rewarmed") -> str:
     """G, what a drop costs beyond as many more steps with RoPE, or the difference of two other arms."""
-    arms = RUNGS.get(width) or rung(width)
+    arms = RUNGS[width]
     return f"{arms[of].name}: {LOSS} - {arms[over].name}: {LOSS}"
 
 
 def size(values: Values, width: int) -> Size:
     """What the laws need of a rung."""
-    arms = RUNGS.get(width) or rung(width)
+    arms = RUNGS[width]
     dropped, control = (values[arms[name].name][LOSS] for name in ("dropped", "rewarmed"))
     gaps = tuple(dropped[seed] - control[seed] for seed in sorted(dropped) if seed in control)
     onsets = values[arms["nope"].name].get("onset", {})

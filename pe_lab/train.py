@@ -62,13 +62,14 @@ def main(argv: Sequence[str]) -> int:
     from pe_lab.training import fit
     from pe_lab.training.ledger import process_age
     from pe_lab.training.profiling import Profiler, parse_steps
+    from pe_lab.training.step_call import alone
 
     profiler = Profiler(parse_steps(args.profile)) if args.profile else Profiler()
     command = shlex.join(["python", "-m", "pe_lab.train", *argv])
     with stop_requests() as stops:
         try:
             how = {"overrides": overrides, "until": args.until, "profiler": profiler}
-            fit.train_run(args.config, args.workdir, stops, **how, command=command, age=process_age())
+            alone(fit.run_steps(args.config, args.workdir, stops, **how, command=command, age=process_age()))
         except Stopped as stopped:
             # 75: neither complete nor failed; a launcher runs the same command again.
             print(stopped, flush=True)

@@ -57,23 +57,7 @@ def fit(
       SaveFailed: a checkpoint could not be written.
     """
     with stop_requests(Interrupts) as stops:
-        return train_run(config, workdir, stops, overrides=overrides, until=until, command="pe_lab.fit")
-
-
-def train_run(
-    recipe: Recipe,
-    workdir: str | AnyPath | None,
-    stops: StopRequests,
-    *,
-    overrides: Mapping[str, Any] | None = None,
-    until: int = 0,
-    profiler: Profiler | None = None,
-    command: str = "",
-    age: float = 0.0,
-) -> Run:
-    """As `fit`, for a caller that takes the requests to stop and began `age` seconds ago; `command` is for run.json."""
-    how = {"overrides": overrides, "until": until, "profiler": profiler, "command": command, "age": age}
-    return alone(run_steps(recipe, workdir, stops, **how))
+        return alone(run_steps(config, workdir, stops, overrides=overrides, until=until, command="pe_lab.fit"))
 
 
 def run_steps(
@@ -88,7 +72,10 @@ def run_steps(
     age: float = 0.0,
     stacked: bool = False,
 ) -> Steps[Run]:
-    """As `train_run`; it yields each step to whoever computes it, perhaps with those of other runs (`stacked`)."""
+    """As `fit`, for a caller that takes the requests to stop and began `age` seconds ago; `command` is for run.json.
+
+    It yields each step to whoever computes it: `step_call.alone`, or with those of other runs (`stacked`).
+    """
     ledger = Ledger(age=age)
     tree = read_recipe(recipe, overrides)
     workdir = workdir_of(tree, workdir)

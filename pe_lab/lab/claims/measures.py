@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -16,6 +17,9 @@ from pe_lab.results.runs import PhaseFiles, read_runs
 from pe_lab.results.scores import measure
 from pe_lab.results.variants import VARIANTS
 from pe_lab.storage import AnyPath, exists
+
+if TYPE_CHECKING:
+    from pe_lab.data.windows import Batch
 
 Measure = Callable[[AnyPath], Mapping[str, float]]
 SUITES = {"perplexity": "text", "needles": "needles"}
@@ -108,20 +112,11 @@ def window_losses(directory: AnyPath) -> dict[str, WindowMean]:
     import pe_lab  # JAX takes seconds to import, and a claim's command plans first
     from pe_lab.analysis.losses import Streams
     from pe_lab.config import from_dict
-    from pe_lab.data.held_out import validation_batches
 
     lm = pe_lab.load(directory)
     config = from_dict(Config, lm.checkpoint.metadata["config"])
-    last = config.phases[-1]
-    held_out = validation_batches(
-        config.data,
-        sequence_length=last.sequence_length,
-        batch_size=last.batch_size,
-        count=config.log.validation_batches,
-        vocab_size=lm.config.vocab_size,
-    )
     found = {}
-    for source, batches in held_out.items():
+    for source, batches in _held_out(config, lm.config.vocab_size).items():
         nats, weights, texts = [], [], []
         for one in batches:
             streams = Streams(lm, one["tokens"], one.get("segments"), one.get("positions"))
@@ -133,6 +128,15 @@ def window_losses(directory: AnyPath) -> dict[str, WindowMean]:
         each = lost[kept] / counted[kept]
         found[source] = WindowMean(float(lost.sum() / counted.sum()), each.round(6), digest(texts))
     return found
+
+
+def _held_out(config: Config, vocab_size: int = 0) -> dict[str, list[Batch]]:
+    """The windows of each source that the last phase of a config is validated on."""
+    from pe_lab.data.held_out import validation_batches
+
+    last, count = config.phases[-1], config.log.validation_batches
+    sizes = {"sequence_length": last.sequence_length, "batch_size": last.batch_size, "vocab_size": vocab_size}
+    return validation_batches(config.data, count=count, **sizes)
 
 
 def previous_token_bias(directory: AnyPath) -> dict[str, float]:
@@ -273,7 +277,6 @@ def trigram(config: Config) -> dict[str, float]:
     leaves u / (c + u) to the shorter context; the shortest leaves it to the uniform distribution. It reads the windows
     that the phases train on, and the held-out windows that the last phase is validated on.
     """
-    from pe_lab.data.held_out import validation_batches
     from pe_lab.data.pipeline import build_pipeline
 
     vocabulary, seen, read = 0, [], 0
@@ -291,13 +294,7 @@ def trigram(config: Config) -> dict[str, float]:
             seen.append(np.concatenate([batch["tokens"], batch["targets"][:, -1:]], 1))
             read += batch["tokens"].size
     table = TrigramTable(seen, vocabulary)
-    last = config.phases[-1]
-    held_out = validation_batches(
-        config.data,
-        sequence_length=last.sequence_length,
-        batch_size=last.batch_size,
-        count=config.log.validation_batches,
-    )
+    held_out = _held_out(config)
     needles = {source.name or source.source for source in config.data.sources if source.source == "needles"}
     found = {}
     for name, batches in held_out.items():

@@ -15,7 +15,7 @@ from pe_lab.lab.claims.claim import Arm, Claim, claim_names, claims_directory, l
 from pe_lab.lab.claims.history import continued, now
 from pe_lab.lab.claims.power import power_table
 from pe_lab.lab.claims.values import Values, WindowMean, arm_of, number
-from pe_lab.lab.claims.verdict import FORMERLY, OPEN, UNMEASURED, UNTESTABLE, VERDICTS, judge
+from pe_lab.lab.claims.verdict import OPEN, UNMEASURED, UNTESTABLE, VERDICTS, judge
 from pe_lab.recipes import load_config
 from pe_lab.results.groups import SEEDS
 from pe_lab.results.records import as_dict, as_list, finite, mappings
@@ -360,7 +360,6 @@ def read_result(name: str, directory: AnyPath) -> dict[str, Any] | None:
     if not is_file(path):
         return None
     found = read_json(path)
-    found["verdict"] = FORMERLY.get(str(found.get("verdict")), found.get("verdict"))
     if found["verdict"] not in VERDICTS or not mappings(found.get("criteria")):
         raise DataError(f"'{path}' is no result of a claim. Move it away, and run the claim again.")
     return found

@@ -39,7 +39,6 @@ from pe_lab.results.statistics import LEVEL, Mean, Spread, crossed, spread, stud
 CONFIRMED, EQUIVALENT, REFUTED, OPEN = "confirmed", "equivalent", "refuted", "not settled"
 UNMEASURED = "not measured"  # a criterion whose number the runs did not log
 UNTESTABLE = "not testable here"  # a claim with a precondition that is not met
-FORMERLY = {"not testable at this size": UNTESTABLE}  # in results from before
 VERDICTS = (CONFIRMED, REFUTED, EQUIVALENT, OPEN, UNTESTABLE)
 SEEDS_ALONE = "seeds alone"  # what an interval covers
 
