@@ -163,7 +163,7 @@ def _run(args: argparse.Namespace) -> Findings:
     widths, steps, seeds = numbers("--widths", args.widths), whole("--steps", args.steps), whole("--seeds", args.seeds)
     rate, limit = number("--rate", args.rate), number("--limit", args.limit)
     if len(set(widths)) < 2 or min(widths) <= 0 or steps < 1 or seeds < 1 or rate < 0:
-        raise ConfigError("coordinates needs two widths above 0, one step, one seed, and a rate above 0.")
+        raise ConfigError("coordinates needs two widths above 0, a step, a seed, and no rate below 0.")
     config = load_config(args.config, args.overrides)
     phase = config.phases[0]
     pipeline = build_pipeline(

@@ -151,20 +151,27 @@ def by_onset_law(sizes: Sequence[Size], parameters: float, tokens: float, seeds:
 
 
 def predictions(sizes: Sequence[Size], wanted: Mapping[str, tuple[float, float]], seeds: int) -> dict[str, Any]:
-    """Both laws as JSON: what was fitted, and the gap of each wanted size {name: (parameters, tokens of the drop)}."""
-    gap, onset = onset_lines(sizes)
-    return {
+    """Both laws as JSON: what was fitted, and the gap of each wanted size {name: (parameters, tokens of the drop)}.
+
+    The onset law is left out where no seed of some size has reached its onset.
+    """
+    found: dict[str, Any] = {
         "power law": {
             "exponent": power_line(sizes).slope().json(),
             "gaps": {name: by_power_law(sizes, N, seeds).json() for name, (N, _) in wanted.items()},
         },
+        "seeds": seeds,
+    }
+    if not all(one.onsets for one in sizes):
+        return found
+    gap, onset = onset_lines(sizes)
+    return found | {
         "onset law": {
             "rate": gap.slope().json(),
             "exponent of the onset": onset.slope().json(),
             "gaps": {name: by_onset_law(sizes, *known, seeds).json() for name, known in wanted.items()},
         },
         "apart from": apart_from(sizes, seeds),
-        "seeds": seeds,
     }
 
 

@@ -93,8 +93,13 @@ def make_result(
 
 
 def _fitted(claim: Claim, values: Values) -> dict[str, Any]:
-    """What the claim fits to its numbers, as a part of its result."""
-    return {"fits": dict(claim.fits(values))} if claim.fits else {}
+    """What the claim fits to its numbers, as a part of its result, or why they cannot be fitted."""
+    if claim.fits is None:
+        return {}
+    try:
+        return {"fits": dict(claim.fits(values))}
+    except DataError as error:
+        return {"fits": {"error": str(error)}}
 
 
 def _windows(claim: Claim, seeds: Sequence[int], values: Values) -> dict[str, Any]:

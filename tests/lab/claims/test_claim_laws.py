@@ -1,5 +1,6 @@
 """Laws of a gap by size: their fits, and how often their intervals hold what they promise; 6 s."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -64,6 +65,12 @@ def test_predictions_say_where_the_laws_differ():
     assert found["onset law"]["gaps"]["192"]["high"] < found["power law"]["gaps"]["192"]["low"]
     assert 1.31e6 < found["apart from"] < 2.95e6
     assert found["power law"]["exponent"]["low"] < found["power law"]["exponent"]["high"] < 0
+
+
+def test_a_size_that_never_reached_its_onset_leaves_the_power_law():
+    first, *others = made(np.random.default_rng(1), "power")
+    found = predictions([dataclasses.replace(first, onsets=()), *others], {"192": (2.95e6, 7.4e6)}, 3)
+    assert "onset law" not in found and found["power law"]["gaps"]["192"]["low"] > 0
 
 
 def test_what_has_no_law_is_refused():
