@@ -50,7 +50,8 @@ def test_every_field_that_differs_in_shape_is_named():
     other = dataclasses.replace(model, d_ff=64, qk_norm="head", vocab_size=256)
     with pytest.raises(UserError, match="vocab_size 128 -> 256, d_ff 32 -> 64, qk_norm none -> head"):
         check_same_shape(model, other, "The checkpoint")
-    free = ("init_std", "dtype", "remat", "scan", "attention", "attention_chunk", "loss_chunks")
+    free = ("init_std", "mup_base_width", "mup_base_head_dim", "dtype", "remat", "scan", "attention")
+    free += ("attention_chunk", "loss_chunks")
     for field in {f.name for f in dataclasses.fields(ModelConfig)} - {*free}:
         value = getattr(model, field)
         changed = not value if isinstance(value, bool) else f"not {value}" if isinstance(value, str) else None
