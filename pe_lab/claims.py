@@ -313,7 +313,8 @@ def _written(result: Mapping[str, Any], where: storage.AnyPath) -> str:
     shown = table(header, page.outcome_rows(result), words=1)
     verdict, _, why = verdict_text(result).partition(":")
     words = f"{verdict.upper()}{f': {why.strip()}' if why else ''}"
-    more = f"{page.covered(result)}\n{summary(result)}"
+    fits = "".join(f"\n\n{table(fit.header, fit.rows, words=1)}" for fit in page.fit_tables(result))
+    more = f"{page.covered(result)}\n{summary(result)}{fits}"
     return f"{shown}\n{more}\n{name}: {words}. {path} and {figures[0].name}"
 
 

@@ -51,6 +51,8 @@ def check_memory(needed: int, what: str, devices: Sequence[Any] = (), advice: st
 def keep_freed_memory() -> bool:
     """Sets the C library to keep freed memory, before JAX starts; whether it can, which only GNU's does.
 
+    Call it before the first thread: once a thread has a heap of its own, the library keeps their largest number.
+
     XLA on a CPU allocates the scratch memory of a step anew at every step. By default the C library returns blocks of
     that size to the kernel, which then clears and maps every page again: a third of the processor time of a small
     model's step. With these settings the pages stay mapped, and the process never shrinks.

@@ -15,7 +15,7 @@ from pe_lab.config import Config, from_dict
 from pe_lab.errors import ConfigError, UserError
 from pe_lab.identity import LEASE_FILE, check_workdir, saved_config, write_run
 from pe_lab.output import tell_at_once
-from pe_lab.parallel import all_values, has_accelerator, keep_freed_memory, start_processes
+from pe_lab.parallel import all_values, start_processes
 from pe_lab.parallel.stopping import Interrupts, Stopped, StopRequests, lost_processes, stop_requests, watch_maintenance
 from pe_lab.recipes import Recipe, inherit, read_recipe, with_prolonged, workdir_of
 from pe_lab.storage import AnyPath, LeaseTaken, lease
@@ -117,8 +117,6 @@ def run_steps(
 
 def begin_process(stops: StopRequests) -> None:
     """What a process does once before it trains: connects to the others, and takes requests to stop."""
-    if stops.whole_process and not has_accelerator():
-        keep_freed_memory()  # before JAX starts; halves the processor time of a small step
     start_processes()
     stops.take_sigterm()
     if stops.whole_process:

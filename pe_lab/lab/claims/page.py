@@ -17,14 +17,17 @@ from pe_lab.lab.claims.history import changes
 from pe_lab.lab.claims.power import POWER_HEADER, power_rows
 from pe_lab.lab.claims.reruns import summary
 from pe_lab.lab.claims.results import (
+    FITS,
     changes_after_runs,
     described,
     effect,
+    fitted,
     leading,
     outcome_text,
     point,
     verdict_text,
 )
+from pe_lab.lab.claims.values import MINUS
 from pe_lab.lab.claims.verdict import CONFIRMED, EQUIVALENT, OPEN, REFUTED, UNTESTABLE
 from pe_lab.page.figure_files import render_all
 from pe_lab.page.markup import Markup, element, folded
@@ -68,6 +71,31 @@ def outcome_rows(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """The sentence, the number and the outcome of each criterion, then of each precondition."""
     stated = [*mappings(result["criteria"]), *mappings(result["preconditions"])]
     return [(one["text"], described(one), outcome_text(one)) for one in stated]
+
+
+def fit_tables(result: Mapping[str, Any]) -> list[TextTable]:
+    """What the claim fitted to its numbers: a table of single numbers, and one of each list of records."""
+    fits = as_dict(result.get("fits"))
+    if "error" in fits:
+        return [TextTable("", ("not fitted, because",), ((str(fits["error"]),),))]
+    numbers = [
+        (name, effect({"mean": at.mean, "low": at.low, "high": at.high}, ".3g")) for name, at in fitted(result).items()
+    ]
+    tables = [TextTable("", ("fitted to these numbers", "value [95% interval]"), tuple(numbers))] if numbers else []
+    for name, listed in fits.items():
+        records = mappings(listed) if isinstance(listed, list) else []
+        if records:
+            header = tuple(dict.fromkeys(key for one in records for key in one))
+            tables.append(
+                TextTable(name, header, tuple(tuple(_text(one.get(key)) for key in header) for one in records))
+            )
+    return tables
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_text, value))
+    return "–" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def covered(result: Mapping[str, Any]) -> str:
@@ -122,6 +150,8 @@ def _section(result: Mapping[str, Any], figures: str) -> str:
     lines += [_markdown(("criterion", "rule", "difference [95% interval]", outcome), rows), ""]
     lines += [covered(result), "", summary(result), ""]
     lines += [_markdown(POWER_HEADER, power_rows(mappings(result.get("power")))), ""]
+    for fit in fit_tables(result):
+        lines += [f"{fit.title}:", ""] * bool(fit.title) + [fit.markdown, ""]
     lines += [f"![{name}]({figures}/{name}.png)", ""]
     rows = []
     for arm, about in as_dict(result["arms"]).items():
@@ -230,6 +260,7 @@ def _html_section(result: Mapping[str, Any]) -> Markup:
         element("blockquote", result["quote"]) if result["quote"] else None,
         plain_table(result["sentence"], header, rows),
         element("p", covered(result), " ", summary(result)),
+        *(plain_table(fit.title or "Fitted", fit.header, fit.rows, words=fit.header[:1]) for fit in fit_tables(result)),
         folded("Power", plain_table("Power", POWER_HEADER, power_rows(mappings(result.get("power"))))),
         element("pre", result["command"], class_="command"),
         element("p", tried) if tried else None,
@@ -302,16 +333,16 @@ def _curves(result: Mapping[str, Any], panel: str, lines: Mapping[str, str]) -> 
 def _places(result: Mapping[str, Any], term: str) -> list[float]:
     """The numbers that stand for {x} in a term, of the metrics that the result has."""
     found = set()
+    term = term.partition(MINUS)[0]  # of a difference: both have the same places
     head, _, tail = term.partition("{x}")
-    for arm, metrics in as_dict(result["values"]).items():
-        for metric in as_dict(metrics):
-            whole = f"{arm}: {metric}"
-            middle = whole[len(head) : len(whole) - len(tail)]
-            if whole.startswith(head) and whole.endswith(tail) and len(whole) > len(head) + len(tail):
-                try:
-                    found.add(float(middle))
-                except ValueError:
-                    continue
+    known = [f"{arm}: {metric}" for arm, metrics in as_dict(result["values"]).items() for metric in as_dict(metrics)]
+    for whole in [*known, *(f"{FITS}{path}" for path in fitted(result))]:
+        middle = whole[len(head) : len(whole) - len(tail)]
+        if whole.startswith(head) and whole.endswith(tail) and len(whole) > len(head) + len(tail):
+            try:
+                found.add(float(middle))
+            except ValueError:
+                continue
     return sorted(found)
 
 

@@ -22,6 +22,8 @@ from pe_lab.results.records import as_dict, as_list, finite, mappings
 from pe_lab.results.statistics import LEVEL, Mean, student
 from pe_lab.storage import AnyPath, is_file, read_json, write_json
 
+FITS = "fits: "  # a term of a curve that is no number of an arm
+
 
 def results_directory() -> Path:
     """Where committed results are: claims/results."""
@@ -377,8 +379,28 @@ def read_results(directory: AnyPath | None = None) -> list[dict[str, Any]]:
     return sorted(filter(None, found), key=lambda one: (one["paper"].startswith("ours"), one["paper"]))
 
 
+def fitted(result: Mapping[str, Any]) -> dict[str, Mean]:
+    """The numbers that a claim fitted, by their path, as `power law: gaps: 192`; with an interval if they have one."""
+
+    def numbers(of: Any, path: str) -> dict[str, Mean]:
+        if isinstance(of, bool | str) or of is None:
+            return {}
+        if isinstance(of, int | float):
+            return {path: Mean(of, math.nan, math.nan, 1)}
+        if isinstance(of, Mapping):
+            if of.keys() == {"middle", "low", "high"}:
+                return {path: Mean(of["middle"], of["low"], of["high"], 1)}
+            below = [numbers(value, f"{path}: {name}" if path else name) for name, value in of.items()]
+            return {name: value for one in below for name, value in one.items()}
+        return {}
+
+    return numbers(result.get("fits"), "")
+
+
 def point(result: Mapping[str, Any], term: str) -> Mean | None:
-    """The number "ARM: METRIC" of a result over its seeds; None where no seed has it."""
+    """The number "ARM: METRIC" of a result over its seeds, or "fits: PATH" of `fitted`; None where there is none."""
+    if term.startswith(FITS):
+        return fitted(result).get(term.removeprefix(FITS))
     try:
         listed = [*number(values_of(result), term).values()]
     except ConfigError:

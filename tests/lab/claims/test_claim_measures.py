@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from pe_lab.config import Config, from_dict
-from pe_lab.lab.claims import shape, spikes, trigram
+from pe_lab.errors import DataError
+from pe_lab.lab.claims import onset, shape, spikes, trigram
 from pe_lab.lab.claims.measures import TrigramTable, largest_excess, lasting_spikes
 from pe_lab.recipes import load_config
 
@@ -137,3 +138,35 @@ def test_the_table_reads_what_the_phases_train_on(tmp_path, monkeypatch):
     }
     found = trigram(from_dict(Config, tree))
     assert list(found) == ["validation prose"] and found["validation prose"] < 0.5  # five bytes repeat
+
+
+def logged_run(root, tree, losses):
+    """A run directory of a config whose validation losses were these, one for each 1,000 tokens."""
+    sources = [one["source"] for one in tree["data"]["sources"]]
+    names = ("validation_loss", *(f"validation_loss/{source}" for source in sources))
+    (root / "pretrain").mkdir(parents=True)
+    (root / "run.json").write_text(json.dumps({"name": "run", "config": tree}))
+    (root / "pretrain" / "phase.json").write_text(json.dumps({"phase": "pretrain", "steps": 8}))
+    records = ({"step": n, "tokens": 1000 * n} | dict.fromkeys(names, loss) for n, loss in enumerate(losses))
+    (root / "pretrain" / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    return root
+
+
+def test_an_onset_is_where_the_loss_passes_the_tables(tmp_path, monkeypatch):
+    """1 s."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("\n".join("the key of night is seven and gone" for _ in range(3000)))
+    phase = {"name": "pretrain", "steps": 8, "positional": "nope", "sequence_length": 64, "batch_size": 4}
+    tree = {
+        "model": {"layers": 1, "d_model": 16, "d_ff": 32, "heads": 2, "kv_heads": 2},
+        "data": {"sources": [{"source": "text:a.txt"}], "tokenizer": "bytes", "validation_fraction": 0.3},
+        "phases": [phase],
+        "log": {"validation_batches": 2},
+    }
+    (table,) = trigram(from_dict(Config, tree)).values()
+    found = onset(logged_run(tmp_path / "run", tree, [table + 9, table + 3, table + 1, table - 1, table - 2]))
+    assert found == {"onset": pytest.approx(math.sqrt(2000 * 3000))}  # halfway between two and three thousand
+    assert onset(logged_run(tmp_path / "never", tree, [table + 9, table + 3, table + 1])) == {}
+    tree["data"]["sources"].append({"source": "needles", "weight": 1.0})
+    with pytest.raises(DataError, match="one source of text"):
+        onset(logged_run(tmp_path / "two", tree, [table + 9, table - 1]))
