@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pe_lab.errors import DataError
 from pe_lab.lab.claims import (
     Arm,
     Claim,
@@ -18,17 +19,21 @@ from pe_lab.lab.claims import (
     together,
     trigram,
 )
-from pe_lab.lab.claims.laws import Size, predictions
+from pe_lab.lab.claims.laws import Predicted, Size, predictions
+from pe_lab.lab.claims.results import results_directory, values_of
 from pe_lab.lab.claims.values import Values
+from pe_lab.results.statistics import student
+from pe_lab.storage import read_json
 
 from .arms import NATS
 
 RECIPE, LOSS = "configs/ladder.py", "validation"
 SEEDS = {64: 0, 96: 3, 128: 3}  # 0: all of the claim's
 LAYERS, PER_PARAMETER, SHARE = 8, 20, 0.125
-LATER = (192, 256)  # predicted before they are run
+LATER = (192, 256, 384)  # predicted before they are run
+LATER_SEEDS = 3
 PAPER = (357_826_560.0, 2.1e9)  # DroPE's model of 494M without its embedding, and the tokens of its recalibration
-GRID = (4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2)
+GRID = (4e-3, 8e-3, 1.6e-2, 3.2e-2)
 BEST = dict.fromkeys(("rope", "nope", "dropped", "dropped_half", "rewarmed", "half"), 1.6e-2)
 
 
@@ -37,12 +42,12 @@ def parameters(width: int) -> int:
     return 10 * LAYERS * width**2
 
 
-def rung(width: int, seeds: int) -> dict[str, Arm]:
+def rung(width: int, seeds: int, device: str = "") -> dict[str, Arm]:
     """The arms of a width: trained from random weights, and what they become in the last eighth of their steps."""
 
     def arm(name: str, arguments: str, parent: Arm | None = None, at: float = 0) -> Arm:
         start = f",from={{parent}},at={at:g}" if parent else ""
-        recipe = f"{RECIPE}:width={width},{arguments},rate={BEST[name]:g}{start}"
+        recipe = f"{RECIPE}:width={width},{arguments},rate={BEST[name]:g}{device}{start}"
         return Arm(f"ladder{width}_{name}", recipe, parent, seeds=seeds)
 
     rope = arm("rope", "method=rope")
@@ -60,18 +65,16 @@ def rung(width: int, seeds: int) -> dict[str, Arm]:
 RUNGS = {width: rung(width, seeds) for width, seeds in SEEDS.items()}
 
 
-def gap(width: int, of: str = "dropped", over: str = "rewarmed") -> str:
+def gap(width: int | str, of: str = "dropped", over: str = "rewarmed") -> str:
     """G, what a drop costs beyond as many more steps with RoPE, or the difference of two other arms."""
-    arms = RUNGS[width]
-    return f"{arms[of].name}: {LOSS} - {arms[over].name}: {LOSS}"
+    return f"ladder{width}_{of}: {LOSS} - ladder{width}_{over}: {LOSS}"
 
 
 def size(values: Values, width: int) -> Size:
     """What the laws need of a rung."""
-    arms = RUNGS[width]
-    dropped, control = (values[arms[name].name][LOSS] for name in ("dropped", "rewarmed"))
+    dropped, control = (values[f"ladder{width}_{name}"][LOSS] for name in ("dropped", "rewarmed"))
     gaps = tuple(dropped[seed] - control[seed] for seed in sorted(dropped) if seed in control)
-    onsets = values[arms["nope"].name].get("onset", {})
+    onsets = values[f"ladder{width}_nope"].get("onset", {})
     return Size(
         parameters(width),
         SHARE * PER_PARAMETER * parameters(width),
@@ -81,16 +84,98 @@ def size(values: Values, width: int) -> Size:
 
 
 def laws(values: Values) -> Mapping[str, Any]:
-    """Both laws on the rungs of this machine, and what they say of those that are not run yet."""
-    sizes = [size(values, width) for width in SEEDS]
+    """Both laws on the first rungs, and what they say of those that are not run yet."""
     wanted = {str(width): (float(parameters(width)), SHARE * PER_PARAMETER * parameters(width)) for width in LATER}
-    return predictions(sizes, wanted | {"494M": PAPER}, seeds=3)
+    return predictions([size(values, width) for width in SEEDS], wanted, LATER_SEEDS)
 
 
 def of_runs(directory: Any) -> dict[str, float]:
     """Losses by window, the bias toward the previous token, and of a model without positions its onset."""
     found = together(losses, previous_token_bias)(directory)
     return found | (onset(directory) if "_nope__" in str(directory) else {})
+
+
+def ordered(width: int) -> tuple[Precondition, Precondition]:
+    """NoPE has learned order. Asked of the largest width: when the smaller ones do is what the onset law is about."""
+    name = f"ladder{width}_nope"
+    return (
+        Precondition(
+            f"at width {width} NoPE predicts text better than a trigram table of its training tokens, in nats",
+            f"{name}: {LOSS} - trigram{width}: {LOSS}",
+            most=0.0,
+        ),
+        Precondition(
+            f"at width {width} NoPE has a head with a bias toward the previous token above 0.3 (1 at most)",
+            f"{name}: previous-token bias",
+            least=0.3,
+        ),
+    )
+
+
+ARMS = {"nope": "NoPE", "dropped_half": "dropped after half", "dropped": "dropped after 87.5%"} | {
+    "half": "slow half dropped after 87.5%",
+    "rewarmed": "RoPE, rewarmed",
+}
+REMAINS = "what remains of each arm's loss over RoPE's, nats"
+
+
+def later(width: int) -> Claim:
+    """A rung that was predicted before it is run: claims/results/ladder.json has the intervals."""
+    arms, published = rung(width, 0, ",attention=auto"), f"published{width}"
+
+    def result() -> Mapping[str, Any]:
+        path = results_directory() / "ladder.json"
+        if not path.is_file():
+            raise DataError(
+                f"'{path}' is missing, which has the prediction: run `python -m pe_lab.claims ladder` first."
+            )
+        return read_json(path)
+
+    def ends(config: Any) -> Mapping[str, float]:
+        interval = result()["fits"]["power law"]["gaps"][str(width)]
+        return {"lowest": interval["low"], "highest": interval["high"]}
+
+    def compared(values: Values) -> Mapping[str, Any]:
+        """The gap beside each law's interval; with a second rung inside, the laws of all rungs at the paper's size."""
+        gaps = student(size(values, width).gaps)
+        found: dict[str, Any] = {"gap": Predicted(*gaps.numbers).json()}
+        for law in ("power law", "onset law"):
+            if known := result()["fits"].get(law):
+                interval = Predicted(**known["gaps"][str(width)])
+                found[law] = {"published": interval.json(), "the gap lies inside": interval.holds(gaps.mean)}
+        smaller = [one for one in LATER if one < width]
+        if not smaller:
+            return found
+        before = [read_json(results_directory() / f"ladder_{one}.json") for one in smaller]
+        if not all(one["power law"]["the gap lies inside"] for one in (found, *(one["fits"] for one in before))):
+            return found | {"at 494M": "not extrapolated: a gap lies outside of its interval"}
+        rungs = [size(values_of(result()), one) for one in SEEDS]
+        rungs += [size(values_of(one), at) for one, at in zip(before, smaller, strict=True)]
+        return found | {"of all rungs": predictions([*rungs, size(values, width)], {"494M": PAPER}, seeds=1)}
+
+    def within(text: str, end: str, lower: bool) -> Criterion:
+        return Criterion(text, gap(width), (f"{published}: {end}",), lower=lower, tolerance=0.001, unit=NATS)
+
+    return Claim(
+        sentence=f"What a late drop costs at width {width} is what the power law of the widths {ORDER[0]} to "
+        f"{ORDER[-1]} predicts.",
+        paper="ours, on DroPE, appendix D.1",
+        arms=tuple(arms.values()),
+        criteria=(
+            within("the gap is not above the published interval", "highest", lower=True),
+            within("the gap is not below the published interval", "lowest", lower=False),
+        ),
+        preconditions=ordered(width),
+        rates=Rates(apart=f"the rates are those of width {ORDER[0]}, by muP"),
+        references={
+            f"trigram{width}": Reference(arms["nope"].name, trigram),
+            published: Reference(arms["rope"].name, ends),
+        },
+        evaluation=None,
+        measure=of_runs,
+        fits=compared,
+        curves={REMAINS: {words: gap(width, name, "rope") for name, words in ARMS.items()}},
+    )
 
 
 ORDER: Sequence[int] = tuple(SEEDS)
@@ -109,36 +194,20 @@ CLAIM = Claim(
         )
         for width, wider in zip(ORDER, ORDER[1:], strict=False)
     ),
-    preconditions=tuple(
-        one
-        for width in ORDER
-        for name in [RUNGS[width]["nope"].name]
-        for one in (
-            Precondition(
-                f"at width {width} NoPE predicts text better than a trigram table of its training tokens, in nats",
-                f"{name}: {LOSS} - trigram{width}: {LOSS}",
-                most=0.0,
-            ),
-            Precondition(
-                f"at width {width} NoPE has a head with a bias toward the previous token above 0.3 (1 at most)",
-                f"{name}: previous-token bias",
-                least=0.3,
-            ),
-        )
-    ),
+    preconditions=ordered(ORDER[-1]),
     rates=Rates(GRID, of=LOSS, arms=tuple(arm.name for arm in RUNGS[64].values())),
     references={f"trigram{width}": Reference(RUNGS[width]["nope"].name, trigram) for width in ORDER},
     evaluation=None,
     measure=of_runs,
     fits=laws,
     curves={
-        "what remains of each arm's loss over RoPE's, nats": {
-            f"width {width}, {words}": gap(width, name, "rope")
-            for width in ORDER
-            for name, words in (
-                ("nope", "NoPE"), ("dropped_half", "dropped after half"), ("dropped", "dropped after 87.5%"),
-                ("half", "slow half dropped after 87.5%"), ("rewarmed", "RoPE, rewarmed"),
-            )
+        REMAINS: {
+            f"width {width}, {words}": gap(width, name, "rope") for width in ORDER for name, words in ARMS.items()
+        },
+        "gap after a drop by width, nats": {
+            "measured": gap("{x}"),
+            "power law": "fits: power law: gaps: {x}",
+            "onset law": "fits: onset law: gaps: {x}",
         },
     },
 )  # fmt: skip

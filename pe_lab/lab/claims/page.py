@@ -78,10 +78,11 @@ def fit_tables(result: Mapping[str, Any]) -> list[TextTable]:
     fits = as_dict(result.get("fits"))
     if "error" in fits:
         return [TextTable("", ("not fitted, because",), ((str(fits["error"]),),))]
-    numbers = [
-        (name, effect({"mean": at.mean, "low": at.low, "high": at.high}, ".3g")) for name, at in fitted(result).items()
-    ]
-    tables = [TextTable("", ("fitted to these numbers", "value [95% interval]"), tuple(numbers))] if numbers else []
+    rows = tuple(
+        (name, at if isinstance(at, str) else effect({"mean": at.mean, "low": at.low, "high": at.high}, ".3g"))
+        for name, at in fitted(result).items()
+    )
+    tables = [TextTable("", ("fitted to these numbers", "value [95% interval]"), rows)] if rows else []
     for name, listed in fits.items():
         records = mappings(listed) if isinstance(listed, list) else []
         if records:

@@ -379,28 +379,29 @@ def read_results(directory: AnyPath | None = None) -> list[dict[str, Any]]:
     return sorted(filter(None, found), key=lambda one: (one["paper"].startswith("ours"), one["paper"]))
 
 
-def fitted(result: Mapping[str, Any]) -> dict[str, Mean]:
-    """The numbers that a claim fitted, by their path, as `power law: gaps: 192`; with an interval if they have one."""
+def fitted(result: Mapping[str, Any]) -> dict[str, Mean | str]:
+    """What a claim fitted, by its path, as `power law: gaps: 192`: numbers, with their intervals if known, and texts."""
 
-    def numbers(of: Any, path: str) -> dict[str, Mean]:
-        if isinstance(of, bool | str) or of is None:
-            return {}
+    def leaves(of: Any, path: str) -> dict[str, Mean | str]:
+        if isinstance(of, bool | str):
+            return {path: of if isinstance(of, str) else "yes" if of else "no"}
         if isinstance(of, int | float):
             return {path: Mean(of, math.nan, math.nan, 1)}
-        if isinstance(of, Mapping):
-            if of.keys() == {"middle", "low", "high"}:
-                return {path: Mean(of["middle"], of["low"], of["high"], 1)}
-            below = [numbers(value, f"{path}: {name}" if path else name) for name, value in of.items()]
-            return {name: value for one in below for name, value in one.items()}
-        return {}
+        if not isinstance(of, Mapping):
+            return {}
+        if of.keys() == {"middle", "low", "high"}:
+            return {path: Mean(of["middle"], of["low"], of["high"], 1)}
+        below = [leaves(value, f"{path}: {name}" if path else name) for name, value in of.items()]
+        return {name: value for one in below for name, value in one.items()}
 
-    return numbers(result.get("fits"), "")
+    return leaves(result.get("fits"), "")
 
 
 def point(result: Mapping[str, Any], term: str) -> Mean | None:
     """The number "ARM: METRIC" of a result over its seeds, or "fits: PATH" of `fitted`; None where there is none."""
     if term.startswith(FITS):
-        return fitted(result).get(term.removeprefix(FITS))
+        found = fitted(result).get(term.removeprefix(FITS))
+        return found if isinstance(found, Mean) else None
     try:
         listed = [*number(values_of(result), term).values()]
     except ConfigError:
