@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from pe_lab.lab.claims import Arm, Claim, Criterion, Rates
+from pe_lab.lab.claims import Arm, Claim, Criterion, Rates, Reference, trigram
 from pe_lab.lab.claims.laws import fit_line
 from pe_lab.lab.claims.values import Values
 
@@ -61,33 +61,40 @@ def gap(n: int) -> str:
 
 
 def effects(values: Values) -> Mapping[str, Any]:
-    """Main effects on ln G and on ln onset, with Lenth's margin, and G over the recalibration's tokens in onsets.
+    """Main effects with Lenth's margin, and G over the recalibration's tokens in onsets.
 
-    An effect beyond Lenth's margin of error (1989, Technometrics 31) is larger than chance makes most of them.
+    The responses are ln G, ln onset, and what NoPE is short of a trigram table of its tokens, which is known also of a
+    model that never reaches its onset. An effect beyond Lenth's margin of error (1989, Technometrics 31) is larger than
+    chance makes most of them.
     """
-    gaps, onsets, reads = [], [], []
-    for cell, row in zip(CELLS, ROWS, strict=True):
+    gaps, onsets, reads, short = [], [], [], []
+    for n, (cell, row) in enumerate(zip(CELLS, ROWS, strict=True)):
         dropped, control = (values[cell[name].name][LOSS] for name in ("dropped", "rewarmed"))
         onset = values[cell["nope"].name].get("onset", {})
         gaps.append(np.mean([dropped[seed] - control[seed] for seed in dropped if seed in control]))
         onsets.append(np.mean([*onset.values()]) if onset else math.nan)
+        table = values[f"trigram{n}"][LOSS]
+        short.append(np.mean([loss - table[seed] for seed, loss in values[cell["nope"].name][LOSS].items()]))
         _, per_parameter, share, _, _ = levels(row)
         reads.append(share * per_parameter * PARAMETERS)
     found: dict[str, Any] = {
         "cells": [
             {name: level for (name, *_), level in zip(FACTORS, levels(row), strict=True)}
             | {"gap": float(G), "onset": None if math.isnan(T) else float(T), "tokens after the drop": float(R)}
-            for row, G, T, R in zip(ROWS, gaps, onsets, reads, strict=True)
+            | {"NoPE over the table": float(over)}
+            for row, G, T, R, over in zip(ROWS, gaps, onsets, reads, short, strict=True)
         ]
     }
     design = np.asarray(ROWS, np.float64)
-    for name, response in (("gap", gaps), ("onset", onsets)):
-        if np.isfinite(response).all() and min(response) > 0:
-            each = design.T @ np.log(response) / 4  # the difference of the means at both levels
+    with np.errstate(invalid="ignore", divide="ignore"):
+        responses = {"ln gap": np.log(gaps), "ln onset": np.log(onsets), "NoPE over the table": np.asarray(short)}
+    for name, response in responses.items():
+        if np.isfinite(response).all():
+            each = design.T @ response / 4  # the difference of the means at both levels
             sizes = np.abs(each)
             first = 1.5 * np.median(sizes)
             error = 1.5 * np.median(sizes[sizes <= 2.5 * first])
-            found[f"effects on ln {name}"] = {
+            found[f"effects on {name}"] = {
                 factor[0]: float(effect) for factor, effect in zip(FACTORS, each, strict=True)
             } | {"margin of error": float(3.76 * error)}  # t of 5 / 3 degrees of freedom
     known = [(R / T, G) for R, T, G in zip(reads, onsets, gaps, strict=True) if T > 0 and G > 0]
@@ -118,6 +125,7 @@ CLAIM = Claim(
     rates=Rates(apart="the rates are those of the ladder's width 64, by muP; batch and window have none of their own"),
     evaluation=None,
     measure=of_runs,
+    references={f"trigram{n}": Reference(cell["nope"].name, trigram) for n, cell in enumerate(CELLS)},
     fits=effects,
     curves={"gap after the drop, nats": {f"combination {n}": gap(n) for n in range(len(ROWS))}},
 )
