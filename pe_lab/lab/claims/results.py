@@ -380,7 +380,7 @@ def read_results(directory: AnyPath | None = None) -> list[dict[str, Any]]:
 
 
 def fitted(result: Mapping[str, Any]) -> dict[str, Mean | str]:
-    """What a claim fitted, by its path, as `power law: gaps: 192`: numbers, with their intervals if known, and texts."""
+    """What a claim fitted, by its path, as `power law: gaps: 192`: numbers, with intervals if known, and texts."""
 
     def leaves(of: Any, path: str) -> dict[str, Mean | str]:
         if isinstance(of, bool | str):
