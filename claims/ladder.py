@@ -33,7 +33,7 @@ LAYERS, PER_PARAMETER, SHARE = 8, 20, 0.125
 LATER = (192, 256, 384)  # predicted before they are run
 LATER_SEEDS = 3
 PAPER = (357_826_560.0, 2.1e9)  # DroPE's model of 494M without its embedding, and the tokens of its recalibration
-GRID = (4e-3, 8e-3, 1.6e-2, 3.2e-2)
+GRID = (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
 BEST = dict.fromkeys(("rope", "dropped", "dropped_half", "rewarmed", "half"), 1.6e-2) | {"nope": 8e-3}
 
 

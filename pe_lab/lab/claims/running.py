@@ -30,6 +30,9 @@ from pe_lab.results.groups import SEEDS
 from pe_lab.results.records import digest, number
 from pe_lab.storage import AnyPath, exists, is_file, read_json, write_file, write_json
 
+# Added to the data's seed for each parent: an arm that starts from another one reads other windows than that one did.
+DATA_ORDER = 1000
+
 
 class OutOfTime(Exception):
     """The budget of `--budget` is spent; what was trained is saved."""
@@ -81,7 +84,7 @@ def _make_stage(
                 edits.append((arm, seed))
                 continue
             name, reference = arm.cell(seed), arm.reference(size, directory, seed)
-            keys = {**overrides, **dict.fromkeys(SEEDS, str(seed))}
+            keys = {**overrides, "seed": str(seed), "data.seed": str(seed + DATA_ORDER * depth)}
             try:
                 config = load_config(reference, keys, inherits=True, workdir=directory / name)
             except UserError as error:
