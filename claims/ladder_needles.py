@@ -8,7 +8,7 @@ The number of distractors and the rungs that are judged are tuned on RoPE alone,
 judged (--seed=1), before the other arms are evaluated:
 
   python -m pe_lab.evaluate --from=runs/claims/laptop/ladder128_rope__seed=0 --suite=passkeys --lengths=1x,2x \
-    --variants=as-trained,yarn --distractors=3 --passkey-windows=512 --seed=1
+    --variants=as-trained,yarn --distractors=3 --passkey-windows=512 --seed=1 --out=runs/needles_tuned
 
 with 0, 1, 3 and 7 distractors and 2,048, 1,024, 512 and 256 windows, so that there are 2,048 questions. The number is
 the one with which YaRN finds the share nearest to 50% at 2x, of those with which RoPE finds 95% at 1x.
@@ -19,8 +19,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from pe_lab.errors import DataError
 from pe_lab.evaluate import main
 from pe_lab.lab.claims import Claim, Criterion, Precondition, Rates, Reference, scores, trigram
+from pe_lab.results.records import RecordFile
 
 from .arms import FOUND, SCALINGS, can_differ, finds, near_rope
 from .drop_needles import CLAIM as TRAINED_IN
@@ -48,6 +50,13 @@ def needles(directory: Any) -> dict[str, float]:
     At 2x each encoding has the logit scale that fits held-out text best, which may be the text around some needles; the
     needles are in none of it. A cropped context needs no scale.
     """
+    for record in RecordFile(directory / "evaluation/passkeys.jsonl").records:
+        drawn = record["seed"], record["settings"].get("distractors"), record["settings"]["passkey_windows"]
+        if drawn != (0, DISTRACTORS, WINDOWS):
+            raise DataError(
+                f"'{directory}/evaluation/passkeys.jsonl' has records of other needles (seed, distractors, windows: "
+                f"{drawn}), which cannot be told from the claim's by their names. Move it away."
+            )
     asked = (f"--from={directory}", "--suite=passkeys", f"--distractors={DISTRACTORS}", f"--passkey-windows={WINDOWS}")
     scaled = [f"--positional={one.lower()}:factor={FACTOR}" for one in SCALINGS if one != "cropped"]
     if any(f"_{name}__" in str(directory) for name in BARE):
