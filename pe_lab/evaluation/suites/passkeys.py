@@ -309,7 +309,8 @@ class Passkeys(TokenSuite):
     title = "Passkeys found in text"
     about = (
         "Sequences of held-out text with sentences that give numbers; all numbers are asked for at the end. An answer "
-        "is right if each of its tokens is the likeliest after the right ones before it."
+        "is right if each of its tokens is the likeliest after the right ones before it. With distractors each number "
+        "is asked for by itself."
     )
     metrics = (
         SuiteMetric("accuracy", "accuracy", unit="%", interval="wilson"),
