@@ -78,11 +78,11 @@ def at_each_length(text: str, of: str, *over: str, **margin: float) -> tuple[Cri
     return tuple(Criterion(at(text, x), at(of, x), tuple(at(o, x) for o in over), **about, **margin) for x in LENGTHS)
 
 
-def near_rope(metric: str) -> Precondition:
+def near_rope(metric: str, nope: str = "nope", rope: str = "rope") -> Precondition:
     """DroPE's models are trained to where positions are worth little: 23.77 against 21.72 in perplexity (Table 6)."""
     return Precondition(
         "NoPE from scratch is within 0.2 nats of RoPE at the training length (0.09 in DroPE)",
-        f"nope: {metric} - rope: {metric}",
+        f"{nope}: {metric} - {rope}: {metric}",
         most=0.2,
     )
 
@@ -108,9 +108,9 @@ def learned_order(arm: str, words: str) -> tuple[Precondition, Precondition]:
     )
 
 
-def finds(arm: str, words: str) -> Precondition:
-    """A model that has not learned the needles at its training length is no evidence beyond it."""
-    return Precondition(f"{words} finds 95% of the needles at its training length", f"{arm}: needles 1x", least=0.95)
+def finds(arm: str, words: str, metric: str = "needles 1x") -> Precondition:
+    """A model that does not find the needles at its training length is no evidence beyond it."""
+    return Precondition(f"{words} finds 95% of the needles at its training length", f"{arm}: {metric}", least=0.95)
 
 
 def can_differ(*alternatives: str) -> tuple[Precondition, ...]:

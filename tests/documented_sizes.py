@@ -111,7 +111,10 @@ def quick(module: str, arguments: list[str]) -> list[str]:
         found += ["--length=2x", "--population=8", "--iterations=0", "--sequences=2", "--objective=text"]
     if any("passkeys" in one for one in found if one.startswith("--suite=")):
         found = [one for one in found if not one.startswith("--lengths")]
-        found += ["--lengths=128,256", "--documents=2", "--passkeys=1", "--passkey-windows=1"]
+        alone = any(one.startswith("--distractors=") for one in found)  # the prompt of RULER's is longer
+        found = [one for one in found if not one.startswith(("--distractors=", "--passkey-windows="))]
+        found += ["--documents=2", "--passkey-windows=1"]
+        found += ["--lengths=512", "--distractors=1"] if alone else ["--lengths=128,256", "--passkeys=1"]
     if any(one.startswith("--suite=lm_eval:local") for one in arguments):
         found.append("--samples=1")
     if "dope" in arguments and "--length=65536" in arguments:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from pe_lab.evaluation.session import EvaluationSession
 
 Scores = Callable[[Any, Any, Any], tuple[Any, Any]]
+BranchScores = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 Forwards = dict[Any, Forward]  # compiled forward passes by shape
 
 
@@ -83,6 +84,7 @@ class MeasurementUnit:
     variant: Variant
     length: int
     source: int | None  # its index in the mixture; None: no one of them
+    settings: Any = None  # of the suite; None of a fit, which another suite asks for
 
     @property
     def factor(self) -> float:
@@ -271,6 +273,14 @@ class Evaluation:
 
         return score
 
+    def branch_scores(self, variant: Variant, layers: Sequence[Layer]) -> BranchScores:
+        """A function from tokens [n, P], suffixes [n, J, S], positions in these and targets [n, J, A] to two arrays.
+
+        They are those of `scores`, [n, J, A]; every suffix follows the tokens alone.
+        """
+        forward, params = self._forward(variant), self._params(variant)
+        return lambda *batch: forward.branch_scores(params, *batch, layers)
+
     def _forward(self, variant: Variant) -> Forward:
         alike = [other for other in self.variants if (other.described is None) == (variant.described is None)]
         slopes = any(isinstance(layer.encoding, Alibi) for other in alike for layer in other.layers)
@@ -344,7 +354,7 @@ class Evaluation:
             for variant in self.variants:
                 for length in self.lengths:
                     for source in suite.sources(self):
-                        unit = MeasurementUnit(suite, variant, length, source)
+                        unit = MeasurementUnit(suite, variant, length, source, self.settings(suite))
                         if suite.covers(unit):
                             yield unit
 

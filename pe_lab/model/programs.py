@@ -275,6 +275,7 @@ class ChunkedForward(Programs):
         self._prepared: tuple[Params, DecodingWeights] | None = None  # for the last parameters
         self._losses = jax.jit(self._forward_losses, donate_argnames=("cache",))
         self._hidden = jax.jit(self._forward_hidden, donate_argnames=("cache", "found"))
+        self._branches = jax.jit(self._forward_branches)
 
     def losses(
         self,
@@ -286,7 +287,7 @@ class ChunkedForward(Programs):
     ) -> Float32[np.ndarray, "B T"]:
         """Cross-entropy of every target in nats; `progress` is called with the tokens done in each sequence."""
         results = []
-        weights, cache, placed = self._begin(params, tokens, schedule)
+        weights, cache, placed = self._begin(params, *tokens.shape, schedule)
         for start in range(0, tokens.shape[1], self.chunk):
             part, wanted = (part_of(x, start, self.chunk) for x in (tokens, targets))
             with self.on_mesh():
@@ -309,7 +310,7 @@ class ChunkedForward(Programs):
         """The output of the final norm at chosen positions of each sequence."""
         config = self.model.config
         found = self.place(jnp.zeros((*at.shape, config.d_model), config.dtype))
-        weights, cache, placed = self._begin(params, tokens, schedule)
+        weights, cache, placed = self._begin(params, *tokens.shape, schedule)
         for start in range(0, tokens.shape[1], self.chunk):
             part = part_of(tokens, start, self.chunk)
             with self.on_mesh():
@@ -319,9 +320,32 @@ class ChunkedForward(Programs):
             progress(min(start + self.chunk, tokens.shape[1]))
         return found
 
-    def _begin(self, params: Params, tokens: np.ndarray, schedule: Schedule) -> tuple[Any, Cache, Schedule]:
-        """The weights as `forward` takes them, an empty cache, and the schedule on the devices."""
+    def branches(
+        self,
+        params: Params,
+        tokens: Int[np.ndarray, "B P"],
+        suffixes: Int[np.ndarray, "B J S"],
+        at: Int[np.ndarray, "B J A"],
+        schedule: Schedule,
+    ) -> Float[Array, "B J A D"]:
+        """The output of the final norm at positions `at` of J suffixes of each sequence, which count from their start.
+
+        A suffix follows the P tokens alone, not the suffixes before it. These tokens are read once.
+        """
         count, length = tokens.shape
+        weights, cache, placed = self._begin(params, count, length + suffixes.shape[2], schedule)
+        last = self.place(jnp.zeros((count, self.model.config.d_model), self.model.config.dtype))
+        lengths = self.place(np.full(count, length, np.int32))
+        for start in range(0, length, self.chunk):
+            part = part_of(tokens, start, self.chunk)
+            with self.on_mesh():
+                last, cache = self.prefill(weights, cache, last, part, np.int32(start), lengths, placed)
+        given = np.asarray(suffixes, np.int32), np.asarray(at, np.int32)
+        with self.on_mesh():
+            return self._branches(weights, cache, *given, np.int32(length), placed)
+
+    def _begin(self, params: Params, count: int, length: int, schedule: Schedule) -> tuple[Any, Cache, Schedule]:
+        """The weights as `forward` takes them, an empty cache, and the schedule on the devices."""
         schedule.check_length(length)
         # The capacity is a multiple of a quarter of the next power of two: for few programs, and little unused memory.
         unit = max(self.chunk, 1 << max(0, (length - 1).bit_length() - 2))
@@ -365,3 +389,22 @@ class ChunkedForward(Programs):
         self.traces["hidden", *tokens.shape, cache.layout.capacity] += 1
         x, cache = self._normalized(params, cache, tokens, start, schedule)
         return outputs_at(at, x, start, found), cache
+
+    def _forward_branches(
+        self,
+        params: Any,
+        cache: Cache,
+        suffixes: Int[Array, "B J S"],
+        at: Int[Array, "B J A"],
+        start: Int[Array, ""],
+        schedule: Schedule,
+    ) -> Float[Array, "B J A D"]:
+        self.traces["branches", *suffixes.shape, cache.layout.capacity] += 1
+
+        def one(branch: tuple[Int[Array, "B S"], Int[Array, "B A"]]) -> Float[Array, "B A D"]:
+            tokens, places = branch
+            x, _ = self._normalized(params, cache, tokens, start, schedule)
+            return jnp.take_along_axis(x, places[..., None], axis=1)
+
+        # One after another: each writes to a copy of the cache.
+        return jax.lax.map(one, (suffixes.swapaxes(0, 1), at.swapaxes(0, 1))).swapaxes(0, 1)

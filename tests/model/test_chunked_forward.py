@@ -105,6 +105,24 @@ def test_in_chunks(kind, T):
     assert max(reader.traces.values()) == 1  # all chunks share a program
 
 
+@cases("windowed", "heads apart")
+def test_continuations_of_what_is_read_once(kind, T):
+    """Each follows the first tokens alone: neither those before it nor those after it change it."""
+    _, params, tokens = setting(T)
+    rng, size = np.random.default_rng(1), 9
+    suffixes = rng.integers(0, CONFIG.vocab_size, (1, 3, size)).astype(np.int32)
+    at = np.array([[[0, 4, 8], [1, 2, 3], [8, 7, 7]]])
+    reader = ChunkedForward(config_of(T), chunk=chunk_of(T))
+    first = tokens[:, : T - size]
+    found = reader.branches(params, first, suffixes, at, schedule_of(kind, T))[0]
+    model = Model(config_of(T, attention="reference"))
+    for n in range(3):
+        whole = np.concatenate([first, suffixes[:, n]], axis=1)
+        expected = np.asarray(jax.jit(model.apply)(params, whole, None, None, schedule_of(kind, T)))[0]
+        np.testing.assert_allclose(logits_of(found[n], T), expected[T - size + at[0, n]], atol=1e-4)
+    assert max(reader.traces.values()) == 1
+
+
 ACROSS = (("ring", 2), ("ring", 4), ("ring", 8), ("ulysses", 4))
 DEVICES = [pytest.param(kind, SLOW, way, n, marks=pytest.mark.slow) for kind in KINDS for way, n in ACROSS]
 DEVICES += [("windowed", FAST, "ring", 4)]

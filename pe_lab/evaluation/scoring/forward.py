@@ -240,6 +240,42 @@ class Forward:
         for found in self._outputs("scores", params, batch, layers, schedule_length, per_device):
             yield found[..., 0], found[..., 1] > 0
 
+    def branch_scores(
+        self,
+        params: Params,
+        tokens: Int[np.ndarray, "n P"],
+        suffixes: Int[np.ndarray, "n J S"],
+        at: Int[np.ndarray, "n J A"],
+        targets: Int[np.ndarray, "n J A"],
+        layers: Sequence[Layer],
+    ) -> tuple[Float32[np.ndarray, "n J A"], Bool[np.ndarray, "n J A"]]:
+        """The log-probability of each target after its position, nats, and whether it is the likeliest token.
+
+        Each of the J suffixes follows the P tokens alone, which are read once, into a KV cache; `at` counts from the
+        first token of the suffix.
+
+        Raises:
+          UnsupportedError: an encoding is not exact under a cache.
+        """
+        schedule = self.schedule(layers, tokens.shape[1] + suffixes.shape[2])
+        given = {"tokens": tokens, "suffixes": suffixes, "at": at, "targets": targets}
+        batch = {name: np.asarray(array, np.int32) for name, array in given.items()}
+        reader, (branches, answers) = self._chunked, at.shape[1:]
+        each = max(1, BATCH_TOKENS.get(jax.default_backend(), BATCH_TOKENS_ELSEWHERE) // reader.chunk)
+        size = self._devices * min(each, -(-len(tokens) // self._devices))
+
+        def read(parts: Iterable[tuple[Batch, int]]) -> Iterator[np.ndarray]:
+            for part, count in parts:
+                x = reader.branches(params, part["tokens"], part["suffixes"], part["at"], schedule)
+                with reader.on_mesh():
+                    flat = x.reshape(len(x), branches * answers, -1)
+                    found = _score(reader.model, params, flat, part["targets"].reshape(len(x), -1))
+                self.on_tokens(count * (tokens.shape[1] + branches * suffixes.shape[2]))
+                yield fetch(found)[:count]
+
+        found = np.concatenate(list(self._batch_by_batch(batch, size, read))).reshape(*targets.shape, 2)
+        return found[..., 0], found[..., 1] > 0
+
     def _outputs(
         self,
         output: str,

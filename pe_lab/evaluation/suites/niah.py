@@ -189,6 +189,16 @@ SINKS = 10  # start-of-sequence tokens after DoPE's needle; the paper does not g
 _CUT = "\0"  # marks where sinks go; haystacks do not contain it
 
 
+def around(value_kind: str, query: str, single: bool) -> tuple[str, str]:
+    """RULER's prompt before its context and after it, where it asks for `query`; `single`: for one value alone."""
+    template = TEMPLATE + PREFIX
+    if single:
+        template = template.replace("Some", "A").replace("are all", "is").replace("are", "is")
+        value_kind = value_kind[:-1]
+    before, after = template.split("{context}")
+    return before.format(values=value_kind), after.format(values=value_kind, query=query)
+
+
 @dataclass(frozen=True)
 class NeedleTask(SizedTask):
     """Sentences that give values of keys, hidden in a haystack; the values of some keys are asked for."""
@@ -295,14 +305,9 @@ class NeedleTask(SizedTask):
         return pieces
 
     def _question(self, context: str, queries: Sequence[str]) -> str:
-        kind = self.value_kind
-        template = TEMPLATE + PREFIX
-        if self.queries * self.values == 1:
-            template = template.replace("Some", "A").replace("are all", "is").replace("are", "is")
-            kind = kind[:-1]
-        template += ":" * self.drope
         query = ", ".join(queries[:-1]) + ", and " + queries[-1] if len(queries) > 1 else queries[0]
-        return template.format(values=kind, context=context, query=query)
+        before, after = around(self.value_kind, query, self.queries * self.values == 1)
+        return before + context + after + ":" * self.drope
 
     def encode(self, tokenizer: Tokenizer, text: str) -> Int32[np.ndarray, " n"]:
         """The tokens of a prompt, with sinks where it has the mark."""

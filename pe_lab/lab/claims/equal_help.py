@@ -28,7 +28,12 @@ TOKENS, FIT_TOKENS, WINDOWS = 32768, 8192, 32
 
 
 def help_of(term: str) -> str | None:
-    """The help that a number has by its name; None of one within the training length, where no scale is needed."""
+    """The help that a number has by its name; None of one within the training length, where no scale is needed.
+
+    A cropped context never reads more than that.
+    """
+    if term.endswith(" cropped"):
+        return None
     beyond = [float(x) for x in re.findall(r" (\d+(?:\.\d+)?)x\b", term)]
     if not any(factor > 1 for factor in beyond):
         return None

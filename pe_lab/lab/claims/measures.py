@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Measure = Callable[[AnyPath], Mapping[str, float]]
 SUITES = {"perplexity": "text", "needles": "needles"}
+FURTHER = {"choice": "choice", "key_gain": "key gain"}  # numbers of a record beside its main one: passkeys
 # Of a spike: steps before it that it is compared with, robust standard deviations above them, steps that it lasts.
 WINDOW, DEVIATIONS, LASTS = 200, 6.0, 50
 SAME_TEXT = 0.02  # nats between a loss as logged and as read again: rounding of bfloat16, and no other text
@@ -43,8 +44,9 @@ def scores(directory: AnyPath) -> dict[str, float]:
     """The numbers of `pe_lab.evaluate` for the last checkpoint: `text 4x`, `needles 4x YaRN`, `niah:standard 2x`.
 
     Texts are the loss in nats per token, the mean over the sources; needles and prompted tasks the share found, and
-    `niah 2x` the mean over the tasks of a suite. At the end is the name of a variant other than as trained. A number of
-    one source is a `WindowMean` where its record has the windows.
+    `niah 2x` the mean over the tasks of a suite. Passkeys with distractors have three numbers: the share found is
+    `passkeys 2x`; `passkeys choice 2x`, `passkeys key gain 2x`. At the end is the name of a variant other than as
+    trained. A number of one source is a `WindowMean` where its record has the windows.
     """
     (run,) = read_runs([directory])
     last, found = run.phases[-1].name, {}
@@ -58,21 +60,31 @@ def scores(directory: AnyPath) -> dict[str, float]:
             method = str(record.get("variant", ""))
             variant = "" if method == VARIANTS[0] else f" {method}"
             value = cell.score if cell.higher_is_better else -cell.score  # nats, not a perplexity
+            numbers = {"": _with_windows(record, value, MAIN)}
+            for key, word in FURTHER.items():
+                if (further := number(record, key)) is not None:
+                    numbers[f" {word}"] = _with_windows(record, further, (f"{key}_by_window",))
             for of in ("",) if kind in SUITES else ("", f":{source}"):
-                name = f"{SUITES.get(kind, kind)}{of} {factor:g}x{variant}"
-                found.setdefault(name, {})[source] = (number(record, "step") or 0.0, _with_windows(record, value))
+                for word, one in numbers.items():
+                    name = f"{SUITES.get(kind, kind)}{of}{word} {factor:g}x{variant}"
+                    found.setdefault(name, {})[source] = (number(record, "step") or 0.0, one)
     latest = {name: max(step for step, _ in each.values()) for name, each in found.items()}
     kept = {name: [v for step, v in each.values() if step == latest[name]] for name, each in found.items()}
     return {name: values[0] if len(values) == 1 else math.fsum(values) / len(values) for name, values in kept.items()}
 
 
-def _with_windows(record: Record, value: float) -> float:
-    """The number of a record of text or needles with those of its windows, if it has them."""
+MAIN = ("nll_by_tile", "accuracy_by_window")
+DRAWN = ("passkey_windows", "passkeys", "distractors")  # settings of passkeys that other windows follow from
+
+
+def _with_windows(record: Record, value: float, keys: Sequence[str]) -> float:
+    """A number of a record with those of its windows, if it has them under one of the keys."""
     settings, length = as_dict(record.get("settings")), record.get("length")
-    for key, of in {
-        "nll_by_tile": (settings.get("tile"), record.get("tiles")),  # the same tokens at every length
-        "accuracy_by_window": (settings.get("windows"), length, record.get("seed")),
-    }.items():
+    drawn = [settings[name] for name in DRAWN if name in settings]
+    for key in keys:
+        of = (settings.get("windows"), length, record.get("seed"), *drawn)
+        if key == "nll_by_tile":
+            of = (settings.get("tile"), record.get("tiles"))  # the same tokens at every length
         windows = [each for each in as_list(record.get(key)) if isinstance(each, int | float)]
         if windows and len(windows) == len(as_list(record.get(key))):
             text = digest([key, record.get("source"), settings.get("data"), of])

@@ -322,6 +322,31 @@ def test_the_number_of_a_suite_is_the_mean_of_its_tasks(tmp_path):
     assert found == {"niah:multi_key 2x YaRN": 0.25, "niah:multi_query 2x YaRN": 0.75, "niah 2x YaRN": 0.5}
 
 
+def test_passkeys_with_distractors_have_three_numbers_by_window(tmp_path):
+    """1 s. Of other needles, by another number of distractors, are other windows."""
+    for name, content in {
+        "run.json": {"name": "run", "config": {}},
+        "pretrain/phase.json": {"phase": "pretrain", "steps": 1, "tokens_per_step": 1, "status": "complete"},
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps(content))
+    about = {"suite": "passkeys", "phase": "pretrain", "step": 1, "length": 8, "factor": 2, "seed": 0, "queries": 4}
+    about |= {"source": "manuals", "accuracy": 0.25, "stderr": 0.1, "accuracy_by_window": [0.5, 0.0]}
+    about |= {"choice": 0.75, "choice_by_window": [1.0, 0.5], "key_gain": 1.75, "key_gain_by_window": [3.0, 0.5]}
+    rows = [
+        {**about, "variant": variant, "settings": {"data": "d", "passkey_windows": 2, "distractors": distractors}}
+        for variant, distractors in (("as trained", 1), ("yarn:factor=2 + beta", 1), ("YaRN", 3))
+    ]
+    (tmp_path / "evaluation").mkdir()
+    (tmp_path / "evaluation/passkeys.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = scores(tmp_path)
+    assert found["passkeys 2x"] == 0.25 and found["passkeys 2x"].windows == (0.5, 0.0)
+    assert found["passkeys choice 2x"].windows == (1.0, 0.5) and found["passkeys key gain 2x"].windows == (3.0, 0.5)
+    assert found["passkeys:manuals choice 2x yarn:factor=2 + beta"] == 0.75
+    assert found["passkeys 2x"].text == found["passkeys 2x yarn:factor=2 + beta"].text
+    assert found["passkeys 2x"].text != found["passkeys 2x YaRN"].text
+
+
 def test_a_claim_at_its_papers_size():
     """Arms keep their parents where recipes name them, and rules the numbers that are measured there."""
     recovery = load_claim("recovery").at("paper")
@@ -404,7 +429,9 @@ def test_arms_that_are_compared_have_the_same_help():
     """A fitted logit scale is given to all arms of a comparison or to none, and another model's constant to none."""
     for claim in load_claims(claim_names()):
         for one in claim.criteria:
-            fitted = {"fitted" in term or term.endswith(" beta") for term in one.terms}
+            # A cropped context never reads more than the training length, where no scale is needed.
+            scaled = [term for term in one.terms if not term.endswith(" cropped")]
+            fitted = {"fitted" in term or term.endswith(" beta") for term in scaled}
             assert len(fitted) == 1, one.rule
             assert not any("paper beta" in term for term in one.terms), one.rule
         assert not any("paper beta" in term for lines in claim.curves.values() for term in lines.values()), claim.name

@@ -341,6 +341,8 @@ def test_compared_arms_have_the_same_help():
         "fitted",
     ]
     assert help_of("rope: text 4x YaRN, constant") == help_of("rope: text 4x paper beta") == "constant"
+    assert help_of("rope: passkeys 2x yarn:factor=2 + beta") == "fitted"
+    assert help_of("rope: passkeys 2x cropped") is None  # it reads no more than the training length
     mixed = Criterion("mixed", "rope: text 2x beta", ("nope: text 2x",), lower=True, by=0.1)
     for given in ("none", "fitted", "constant"):
         with pytest.raises(ConfigError, match="'mixed': its numbers have help fitted and none at test time"):
