@@ -63,9 +63,9 @@ NATS, FOUND = "nats", "share of the needles"
 LOSS = "validation prose"
 
 
-def lower_loss(text: str, of: str, over: str, **margin: float) -> Criterion:
-    """The loss of one arm on prose is below that of another one, by a margin of `Criterion`."""
-    return Criterion(text, f"{of}: {LOSS}", (f"{over}: {LOSS}",), lower=True, unit=NATS, **margin)
+def lower_loss(text: str, of: str, over: str, metric: str = LOSS, **margin: float) -> Criterion:
+    """The loss of one arm, on prose, is below that of another one, by a margin of `Criterion`."""
+    return Criterion(text, f"{of}: {metric}", (f"{over}: {metric}",), lower=True, unit=NATS, **margin)
 
 
 def at_each_length(text: str, of: str, *over: str, **margin: float) -> tuple[Criterion, ...]:

@@ -42,13 +42,19 @@ def parameters(width: int) -> int:
     return 10 * LAYERS * width**2
 
 
+def of_width(
+    width: int, name: str, arguments: str, rate: float, parent: Arm | None = None, start: str = "", seeds: int = 0
+) -> Arm:
+    """An arm of a width, from random weights, or from `start` of its parent: at=SHARE, or more=SHARE beyond the end."""
+    after = f",from={{parent}},{start}" if parent else ""
+    return Arm(f"ladder{width}_{name}", f"{RECIPE}:width={width},{arguments},rate={rate:g}{after}", parent, seeds=seeds)
+
+
 def rung(width: int, seeds: int, device: str = "") -> dict[str, Arm]:
     """The arms of a width: trained from random weights, and what they become in the last eighth of their steps."""
 
     def arm(name: str, arguments: str, parent: Arm | None = None, at: float = 0) -> Arm:
-        start = f",from={{parent}},at={at:g}" if parent else ""
-        recipe = f"{RECIPE}:width={width},{arguments},rate={BEST[name]:g}{device}{start}"
-        return Arm(f"ladder{width}_{name}", recipe, parent, seeds=seeds)
+        return of_width(width, name, arguments + device, BEST[name], parent, f"at={at:g}", seeds)
 
     rope = arm("rope", "method=rope")
     late = 1 - SHARE
@@ -63,6 +69,37 @@ def rung(width: int, seeds: int, device: str = "") -> dict[str, Arm]:
 
 
 RUNGS = {width: rung(width, seeds) for width, seeds in SEEDS.items()}
+RATES = Rates(GRID, of=LOSS, arms=tuple(arm.name for arm in RUNGS[64].values()))
+
+
+def with_pilot(arms: Sequence[Arm], of: Sequence[str] = ("rope", "nope")) -> tuple[Arm, ...]:
+    """Arms, with those of the smallest width at which the pilot tries the rates that muP carries to other widths."""
+    return tuple(dict.fromkeys((*arms, *(RUNGS[64][name] for name in of))))
+
+
+def beats_trigram(width: int, arm: str, words: str) -> Precondition:
+    """What a table of three tokens predicts as well says nothing about positions that are further away."""
+    return Precondition(
+        f"at width {width} {words} predicts text better than a trigram table of its training tokens, in nats",
+        f"{arm}: {LOSS} - trigram{width}: {LOSS}",
+        most=0.0,
+    )
+
+
+def learned_order(width: int, arm: str = "", words: str = "NoPE") -> tuple[Precondition, Precondition]:
+    """A model without positions, NoPE from scratch or another arm, that has learned order at a width."""
+    arm = arm or f"ladder{width}_nope"
+    bias = Precondition(
+        f"at width {width} {words} has a head with a bias toward the previous token above 0.3 (1 at most)",
+        f"{arm}: previous-token bias",
+        least=0.3,
+    )
+    return beats_trigram(width, arm, words), bias
+
+
+def table(width: int, arm: str = "") -> dict[str, Reference]:
+    """The trigram table of the tokens that an arm from random weights reads, which are those of all arms of a width."""
+    return {f"trigram{width}": Reference(arm or RUNGS[width]["nope"].name, trigram)}
 
 
 def gap(width: int | str, of: str = "dropped", over: str = "rewarmed") -> str:
@@ -93,23 +130,6 @@ def of_runs(directory: Any) -> dict[str, float]:
     """Losses by window, the bias toward the previous token, and of a model without positions its onset."""
     found = together(losses, previous_token_bias)(directory)
     return found | (onset(directory) if "_nope__" in str(directory) else {})
-
-
-def ordered(width: int) -> tuple[Precondition, Precondition]:
-    """NoPE has learned order. Asked of the largest width: when the smaller ones do is what the onset law is about."""
-    name = f"ladder{width}_nope"
-    return (
-        Precondition(
-            f"at width {width} NoPE predicts text better than a trigram table of its training tokens, in nats",
-            f"{name}: {LOSS} - trigram{width}: {LOSS}",
-            most=0.0,
-        ),
-        Precondition(
-            f"at width {width} NoPE has a head with a bias toward the previous token above 0.3 (1 at most)",
-            f"{name}: previous-token bias",
-            least=0.3,
-        ),
-    )
 
 
 ARMS = {"nope": "NoPE", "dropped_half": "dropped after half", "dropped": "dropped after 87.5%"} | {
@@ -165,7 +185,7 @@ def later(width: int) -> Claim:
             within("the gap is not above the published interval", "highest", lower=True),
             within("the gap is not below the published interval", "lowest", lower=False),
         ),
-        preconditions=ordered(width),
+        preconditions=learned_order(width),
         rates=Rates(apart=f"the rates are those of width {ORDER[0]}, by muP"),
         references={
             f"trigram{width}": Reference(arms["nope"].name, trigram),
@@ -194,9 +214,10 @@ CLAIM = Claim(
         )
         for width, wider in zip(ORDER, ORDER[1:], strict=False)
     ),
-    preconditions=ordered(ORDER[-1]),
-    rates=Rates(GRID, of=LOSS, arms=tuple(arm.name for arm in RUNGS[64].values())),
-    references={f"trigram{width}": Reference(RUNGS[width]["nope"].name, trigram) for width in ORDER},
+    # The smaller ones may lie before the onset, which is what the laws are about.
+    preconditions=learned_order(ORDER[-1]),
+    rates=RATES,
+    references={name: one for width in ORDER for name, one in table(width).items()},
     evaluation=None,
     measure=of_runs,
     fits=laws,

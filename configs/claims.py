@@ -8,9 +8,9 @@ Train:
   python -m pe_lab.train --config=configs/claims.py:method=nope,from=runs/claims_rope
   python -m pe_lab.claims drop_needles --jobs=2
 
-Arguments: method=rope, or nope, alibi, p_rope_75, p_rope_25, partial_rope_10, rnope_swa, swan, ssmax, smollm3; kept,
-the encodings of the checkpoint; or a text as --positional of pe_lab.surgery takes it. from=RUN recalibrates a
-checkpoint, with at=STEP an earlier one of its pretraining. layers=8, steps, rate, warmup, qk_norm=none,
+Arguments: method=rope, or nope, alibi, rnope_swa, swan or another one of `encoding`; kept, the encodings of the
+checkpoint; or a text as --positional of pe_lab.surgery takes it. from=RUN recalibrates a checkpoint, with at=STEP an
+earlier one of its pretraining. layers=8, steps, rate, warmup, qk_norm=none,
 qk_norm_init=matched (the paper's is ones: an added norm's scale starts at 1; the committed results have matched),
 needles=0.25 (their share of the sequences). distill and transition are keys of the phase, joined by semicolons:
 distill='logits=1;hidden=1'. size=laptop (or quick, which reads no prose).
@@ -44,9 +44,9 @@ def encoding(method: str) -> Any:
     known = {
         "rope": Rope(base=BASE),
         "nope": NoPE(),
-        "alibi": Alibi(),
         "p_rope_75": Rope(base=BASE, fraction=0.75),
         "p_rope_25": Rope(base=BASE, fraction=0.25),
+        "alibi": Alibi(),
         # 4 of 32 channels, which are 2 pairs: a tenth would be one. The paper's tenth is 3, 6 or 13 pairs.
         "partial_rope_10": PartialRope(base=BASE, fraction=0.125),
         "rnope_swa": rnope_swa(WINDOW, base=BASE),

@@ -9,11 +9,13 @@ Train:
   python -m pe_lab.train --config=configs/ladder.py:width=64,method=nope,from=runs/ladder_rope,at=0.875
   python -m pe_lab.claims ladder --jobs=2
 
-Arguments: width=64, layers=8; method=rope, nope, half (the slower half of the pairs does not rotate), or kept, the
-encodings of the checkpoint. from=RUN continues it with a new warm-up: from the share `at` of its steps to their end, or
-from its end for the share `more`. qk_norm=none (or head, whose scale starts at 1), head_dim=32, block=pre_norm.
-rate, per_parameter=20 (training tokens), window=512, batch=2048 (tokens a step), mup=64 (0: the usual parametrization),
-data (a directory of pe_lab.prepare, or a source such as prose), attention=chunked (auto on GPUs), size=laptop (quick).
+Arguments: width=64, layers=8; method=rope, nope, half (the slower half of the pairs does not rotate), p_rope_75 or
+p_rope_25 (the share of the pairs that do), partial_rope_10 or partial_rope_25 (the percentage of the channels), yarn
+(RoPE of windows of 512, extended to these), or kept, the encodings of the checkpoint. from=RUN continues it with a new
+warm-up: from the share `at` of its steps to their end, or from its end for the share `more`. qk_norm=none (or head,
+whose scale starts at 1), head_dim=32, heads (as many as fill the width), block=pre_norm. rate, per_parameter=20
+(training tokens), window=512, batch=2048 (tokens a step), mup=64 (0: the usual parametrization), data (a directory of
+pe_lab.prepare, or a source such as prose), attention=chunked (auto on GPUs), size=laptop (quick).
 
 Data: python -m pe_lab.prepare --source=manuals --tokenizer=sentencepiece:train:4096 --language=en --exact-duplicates
   --near-duplicates=0.8 --out=data/manuals
@@ -27,18 +29,29 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from pe_lab.positional import NoPE, Rope
+from pe_lab.positional import NoPE, PartialRope, Rope, Yarn
 from pe_lab.recipes import phase, recipe_arguments
 
 # As many of the pairs rotate less than once in a window of 512 as in DroPE's model of 494M: base 1e6 at 1,024 tokens.
 BASE = 150_000.0
 BASE_WIDTH, INIT_STD = 64, 0.125  # 1 / sqrt(64)
 MILESTONES = (0.5, 0.875)
+WINDOW = 512
 
 
-def encoding(method: str) -> Any:
-    """The `positional` of a method, or of a text."""
-    return {"rope": Rope(base=BASE), "nope": NoPE(), "half": Rope(base=BASE, fraction=0.5)}.get(method, method)
+def encoding(method: str, window: int = WINDOW) -> Any:
+    """The `positional` of a method in windows of so many tokens, or of a text."""
+    known = {
+        "rope": Rope(base=BASE),
+        "nope": NoPE(),
+        "half": Rope(base=BASE, fraction=0.5),
+        "p_rope_75": Rope(base=BASE, fraction=0.75),
+        "p_rope_25": Rope(base=BASE, fraction=0.25),
+        "partial_rope_10": PartialRope(base=BASE, fraction=0.1),
+        "partial_rope_25": PartialRope(base=BASE, fraction=0.25),
+        "yarn": Rope(base=BASE, scaling=Yarn(factor=window / WINDOW, original_length=WINDOW)),
+    }
+    return known.get(method, method)
 
 
 def get_config(arg: str = "") -> ConfigDict:
@@ -52,10 +65,11 @@ def get_config(arg: str = "") -> ConfigDict:
         more="",
         qk_norm="",
         head_dim="32",
+        heads="0",
         block="pre_norm",
         rate="1.6e-2",
         per_parameter="20",
-        window="512",
+        window=str(WINDOW),
         batch="2048",
         mup=str(BASE_WIDTH),
         data="data/manuals",
@@ -69,8 +83,8 @@ def get_config(arg: str = "") -> ConfigDict:
     steps = max(round(parameters * float(arguments["per_parameter"]) / int(arguments["batch"]) / 16), 1) * 16
     steps = 32 if quick else steps
     first = round(steps * float(arguments["at"])) if arguments["at"] else 0
-    done = round(steps * float(arguments["more"])) if arguments["more"] else steps - first  # of this phase
-    heads = width // int(arguments["head_dim"])
+    done = max(round(steps * float(arguments["more"])), 2) if arguments["more"] else steps - first  # of this phase
+    heads = int(arguments["heads"]) or width // int(arguments["head_dim"])
 
     config = ConfigDict()
     config.name = f"ladder_{width}_{''.join(c if c.isalnum() else '_' for c in arguments['method'])}"
@@ -110,7 +124,7 @@ def get_config(arg: str = "") -> ConfigDict:
     made = phase(
         name="pretrain" if start == "random" else "recalibrate",
         steps=done,
-        positional=encoding(arguments["method"]),
+        positional=encoding(arguments["method"], window),
         init_from="" if start == "random" else f"{start}/pretrain/checkpoints/{first}" if first else start,
         qk_norm=arguments["qk_norm"],
         qk_norm_init="ones" if arguments["qk_norm"] and start != "random" else "matched",

@@ -14,7 +14,7 @@ from pe_lab.errors import ConfigError, did_you_mean
 from pe_lab.lab.claims.equal_help import HELP, NONE, help_of
 from pe_lab.lab.claims.measures import scores
 from pe_lab.lab.claims.rates import Rates, Untuned
-from pe_lab.lab.claims.values import Values, arm_of
+from pe_lab.lab.claims.values import MINUS, Values, arm_of
 from pe_lab.lab.claims.verdict import Condition, Criterion, Precondition
 from pe_lab.recipes import explained, load_module
 from pe_lab.storage import AnyPath
@@ -109,8 +109,9 @@ class Claim:
       measure: the numbers of one run, {metric: value}, from its directory; by default those of its evaluation.
       curves: the terms "ARM: METRIC" of the figure, with {x} for the length's factor: {panel: {label: term}}.
       tried: what else was tried, at which settings, and what came of it.
-      recipes: {arm: recipe at the paper's size}, for all arms or for none; it starts from the arm's parent if it has
-        `{parent}`, else from random weights or a published checkpoint.
+      recipes: {arm: recipe at the paper's size}, at least for all arms that the rule names, or for none; it starts from
+        the arm's parent if it has `{parent}`, else from random weights or a published checkpoint. Other arms, such as
+        controls that the paper does not have, are left out there.
       name, file: its file's; set when it is loaded.
     """
 
@@ -141,8 +142,12 @@ class Claim:
         for name, reference in self.references.items():
             if name in known or all(one.name != reference.arm or one.parent for one in self.arms):
                 raise ConfigError(f"reference '{name}': give it a name of its own, and an arm without a parent.")
-        if self.recipes and set(self.recipes) != known:
-            raise ConfigError(f"recipes at paper size are for all arms or for none: {', '.join(sorted(known))}.")
+        needed = {arm_of(term) for one in (*self.criteria, *self.preconditions) for term in one.terms} & known
+        needed |= {reference.arm for reference in self.references.values()}
+        if self.recipes and not needed <= set(self.recipes) <= known:
+            raise ConfigError(
+                f"recipes at paper size are for the arms that the rule names, or for none: {', '.join(sorted(needed))}."
+            )
         if not self.criteria or len(known) < len(self.arms):
             raise ConfigError("a claim needs criteria, and arms with names of their own.")
         if self.help not in HELP:
@@ -185,14 +190,22 @@ class Claim:
             dataclasses.replace(one, of=_at_paper_size(one.of), others=tuple(map(_at_paper_size, one.others)))
             for one in self.preconditions
         )
+        there = {*self.recipes, *self.references}
         curves = {
-            panel: {label: _at_paper_size(term) for label, term in lines.items()}
+            panel: kept
             for panel, lines in self.curves.items()
+            if (
+                kept := {
+                    label: _at_paper_size(term)
+                    for label, term in lines.items()
+                    if {arm_of(one) for one in term.split(MINUS)} <= there
+                }
+            )
         }
         evaluation = PAPER_EVALUATION if self.evaluation == () else self.evaluation
         return dataclasses.replace(
             self,
-            arms=tuple(map(arm, self.arms)),
+            arms=tuple(arm(one) for one in self.arms if one.name in self.recipes),
             criteria=criteria,
             preconditions=preconditions,
             rates=Rates(apart="the rates are the paper's"),
@@ -219,7 +232,7 @@ class Claim:
             references={},
             fits=None,
             rates=Rates(apart="one run"),
-            recipes={name: self.recipes[name]} if self.recipes else {},
+            recipes={name: self.recipes[name]} if name in self.recipes else {},
         )
 
     @property

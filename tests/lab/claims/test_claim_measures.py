@@ -121,6 +121,9 @@ def test_numbers_of_a_config():
     assert shape(load_config("configs/claims.py:method=rope")) == {"heads": 16, "rotated pairs": 16}
     assert shape(load_config("configs/claims.py:method=partial_rope_10")) == {"heads": 16, "rotated pairs": 2}
     assert shape(load_config("configs/claims.py:method=nope"))["rotated pairs"] == 0
+    wide = "width=64,head_dim=64,heads=2"  # 6 of a head's 64 channels are a tenth
+    assert shape(load_config(f"configs/ladder.py:{wide},method=partial_rope_10")) == {"heads": 16, "rotated pairs": 3}
+    assert shape(load_config("configs/ladder.py:width=96,method=p_rope_25")) == {"heads": 24, "rotated pairs": 4}
 
 
 def test_the_table_reads_what_the_phases_train_on(tmp_path, monkeypatch):

@@ -47,7 +47,7 @@ def runs(tmp_path_factory):
 
 
 def has_no_encoding(arm: str, recipe: str) -> bool:
-    return arm.startswith(("nope", "drop")) or "table11" in recipe
+    return "nope" in arm or "drop" in arm or "table11" in recipe
 
 
 @pytest.mark.slow
