@@ -87,7 +87,7 @@ test-slow: $(STAMP) ## the slow tests (ARGS=... goes to pytest)
 	$(SLOW_TESTS) $(ARGS)
 
 # In seconds of one worker; two workers take 0.6 to 0.7 of it.
-SLOW_BUDGET ?= 1400
+SLOW_BUDGET ?= 1250
 test-ci: $(STAMP) ## the slow tests of what changed, and others in rotation, as many as SLOW_BUDGET seconds hold
 	mkdir -p build
 	$(PY) tests/slow_budget.py $(SLOW_BUDGET) > build/slow_tests
