@@ -242,10 +242,10 @@ def _map_of_layer(view: LayerView, lengths: jax.Array) -> Float[jax.Array, "B H 
 SCORES = {"vanilla": "matrix entropy", "16": "truncated matrix entropy"}  # of section 5.5, by rank
 ENDS = {"lowest": "ascending", "highest": "descending"}
 PAPER = "DoPE, sections 5.4 and 5.5"
-Heads = Sequence[tuple[int, int]]
+Group = Sequence[tuple[int, int]]  # (layer, head) of some heads
 
 
-class Chosen(NamedTuple):
+class SelectedHeads(NamedTuple):
     """The part of one variant's findings that is about chosen heads."""
 
     numbers: dict[str, np.ndarray]
@@ -277,7 +277,7 @@ def check_count(count: int, variants: Sequence[Variant]) -> None:
 
 def examine(
     session: AnalysisSession, v: int, scores: Mapping[str, Float[np.ndarray, "S L H"]], criterion: str, count: int
-) -> Chosen:
+) -> SelectedHeads:
     """What the heads at both ends of the scores of SCORES do in the session's variant v.
 
     Args:
@@ -319,7 +319,7 @@ def examine(
         ),
     ]
     figures = _figures(session.sequences, use, groups, drawn, found["map"][0], criterion, suffix, of)
-    return Chosen(numbers, tables, figures, [_summary(session.names[v], statements, criterion)])
+    return SelectedHeads(numbers, tables, figures, [_summary(session.names[v], statements, criterion)])
 
 
 def _summary(name: str, statements: Sequence[tuple[str, ...]], criterion: str) -> str:
@@ -328,7 +328,7 @@ def _summary(name: str, statements: Sequence[tuple[str, ...]], criterion: str) -
     return f"{name}, heads chosen by {criterion}: of {len(statements)} statements of {PAPER}, as measured, {listed}."
 
 
-def _of(values: Float[np.ndarray, "S L H"], heads: Heads, others: bool = False) -> Float[np.ndarray, " S"]:
+def _of(values: Float[np.ndarray, "S L H"], heads: Group, others: bool = False) -> Float[np.ndarray, " S"]:
     """The mean over some heads, or over all others, of each sequence."""
     mask = np.zeros(values.shape[1:], bool)
     mask[tuple(np.array(heads).T)] = True
@@ -350,7 +350,7 @@ def _here(around: Interval, sign: int = 1) -> str:
 
 
 def _statements(
-    use: HeadUse, groups: Mapping[tuple[str, str], Heads], drawn: Mapping[tuple[str, str], tuple[int, int]]
+    use: HeadUse, groups: Mapping[tuple[str, str], Group], drawn: Mapping[tuple[str, str], tuple[int, int]]
 ) -> list[tuple[str, ...]]:
     """(the paper's words, what was measured, the number, whether it is so) of each sentence that numbers can test."""
     rows: list[tuple[str, ...]] = []
@@ -419,14 +419,14 @@ def _statements(
     return rows
 
 
-def _group_names(groups: Mapping[tuple[str, str], Heads]) -> dict[tuple[str, str], str]:
+def _group_names(groups: Mapping[tuple[str, str], Group]) -> dict[tuple[str, str], str]:
     return {
         (rank, end): f"{len(heads)} of {end} {SCORES[rank]}{' (16)' if rank == '16' else ''}"
         for (rank, end), heads in groups.items()
     }
 
 
-def _attention_table(use: HeadUse, groups: Mapping[tuple[str, str], Heads], chosen: str) -> TextTable:
+def _attention_table(use: HeadUse, groups: Mapping[tuple[str, str], Group], chosen: str) -> TextTable:
     columns = {"entropy, nats": use.entropy, "first token": use.first, f"nearest {NEAR}": use.near}
     if np.isfinite(use.needle).any():
         columns["needle"] = use.needle
@@ -441,7 +441,7 @@ def _attention_table(use: HeadUse, groups: Mapping[tuple[str, str], Heads], chos
 
 
 def _direction_table(
-    use: HeadUse, groups: Mapping[tuple[str, str], Heads], drawn: Mapping[tuple[str, str], tuple[int, int]], chosen: str
+    use: HeadUse, groups: Mapping[tuple[str, str], Group], drawn: Mapping[tuple[str, str], tuple[int, int]], chosen: str
 ) -> TextTable:
     columns = {
         f"first 1/{FEW}": few(use),
@@ -484,7 +484,7 @@ def _correlations(use: HeadUse, means: Mapping[str, Float[np.ndarray, "L H"]], c
 def _figures(
     sequences: Sequences,
     use: HeadUse,
-    groups: Mapping[tuple[str, str], Heads],
+    groups: Mapping[tuple[str, str], Group],
     drawn: Mapping[tuple[str, str], tuple[int, int]],
     maps: Float[np.ndarray, "4 ranges K"],
     criterion: str,
