@@ -394,6 +394,11 @@ def _statements(
             compared(use.needle, "vanilla", "lowest"),
             sign=-1,
         )
+    add(
+        "RoPE Induces Low-rankness",
+        f"all heads, rotated against unrotated queries: squared cosines in the first 1/{FEW} of their own eigenvectors",
+        (few(use) - few(use, rotated=False)).astype(np.float64).mean((1, 2)),
+    )
     # Of Figures 4 and 6, the one head that is drawn, and all that the score chooses.
     figure_4 = ("vanilla", "lowest")
     figure_6 = {("16", "highest"): "Figure 6 by section 5.5", ("16", "lowest"): "Figure 6 by its caption"}
@@ -403,7 +408,7 @@ def _statements(
             add(
                 "Visually, its similirity (color) is mainly concentrated in the first few of the total dimensions",
                 f"{whom} of {key[1]} {SCORES[key[0]]} ({name}): squared cosines in the first 1/{FEW} of the "
-                "eigenvectors, against 1/2",
+                f"eigenvectors, against 1/2 (all heads have {few(use).mean():.3f})",
                 _of(few(use), heads[key]),
                 against=0.5,
             )

@@ -27,7 +27,7 @@ from pe_lab.analysis.chosen_heads import (  # noqa: E402
     similarity_maps,
 )
 from pe_lab.analysis.heads import NEAR  # noqa: E402
-from pe_lab.analysis.sequences import SequenceQuestions  # noqa: E402
+from pe_lab.analysis.sequences import SequenceQuestions, Sequences  # noqa: E402
 from pe_lab.data.tokenizers import load_tokenizer, save_tokenizer  # noqa: E402
 from pe_lab.errors import UserError  # noqa: E402
 from pe_lab.evaluation import targets  # noqa: E402
@@ -224,6 +224,12 @@ def test_low_rank_and_periodicity_by_hand():
     np.testing.assert_allclose(few(use_of(mass=mass))[0, 0], [0.75, 0.75, 0.125, 0.75])
     found = verdicts(mass=mass + wobble, peak=noise * np.array([[[1, 0, 0, 0]]]) + [0.2, 0.2, 0.5, 0.1])
     low_rank = {name: here for name, here in found.items() if "against 1/2" in name}
+    # Of unrotated queries an eighth is in the first eighth; of rotated ones (3 * 0.75 + 0.125) / 4.
+    assert next(here for name, here in found.items() if name.startswith("all heads")) == (
+        "+0.469 [+0.466, +0.471]",
+        "so here",
+    )
+    assert all(name.endswith("(all heads have 0.594)") for name in low_rank)
     figure_4, by_text, by_caption = (
         next(here for name, here in low_rank.items() if name.startswith("the head") and figure in name)
         for figure in ("(Figure 4)", "by section 5.5", "by its caption")
@@ -272,7 +278,7 @@ def test_the_analysis_writes_figures_tables_and_arrays(run, tmp_path, capsys, mo
     n, h = ends[2]
     assert figures["similarity"].panels[2] == f"lowest truncated matrix entropy: layer {n}, head {h}"
     ((mark, text),) = figures["chosen_attention"].marks
-    assert text == "needle" and mark < 10  # at depth 0
+    assert text == "needle" and mark < PLACES / 2  # at depth 0, after the instruction
     tables = "\n".join(table.title for table in found.tables)
     for words in ("DoPE, Figure 2", "DoPE, Figures 3 to 6", "Rank correlation", "What DoPE writes"):
         assert words in tables
@@ -300,11 +306,9 @@ def test_figures_render():
     rng = np.random.default_rng(0)
     use = use_of(by_place=rng.random((3, 1, 4, 65)), mass=rng.dirichlet(np.ones(16), (3, 1, 4)))
 
-    class Asked:
-        questions = SequenceQuestions(*(np.zeros((3, 1), int),) * 3, np.full((3, 1, 2), 8))
-        lengths = np.full(3, 512)
-
-    figures = chosen_heads._figures(Asked(), use, GROUPS, DRAWN, rng.uniform(-1, 1, (4, 128, 16)), "key", "", "")
+    asked = SequenceQuestions(*(np.zeros((3, 1), int),) * 3, np.full((3, 1, 2), 8))
+    made = Sequences("made", np.zeros((3, 512), np.int32), np.full(3, 512), questions=asked)
+    figures = chosen_heads._figures(made, use, GROUPS, DRAWN, rng.uniform(-1, 1, (4, 128, 16)), "key", "", "")
     for figure in figures:
         svg = figure_files.render(figure, "svg").decode()
         assert "(b) truncated matrix entropy" in svg or "layer 0, head 3" in svg
