@@ -1,6 +1,7 @@
 """What the heads that an entropy chooses do: their attention, and the directions of their queries.
 
-A part of the analysis `head_entropy`, of its `--selected`. DoPE (Xiong et al. 2025), sections 5.4 and 5.5, Figures 2 to 6. Where the paper leaves something open:
+A part of the analysis `head_entropy`, of its `--selected`. DoPE (Xiong et al. 2025), sections 5.4 and 5.5, Figures 2
+to 6. Where the paper leaves something open:
 
 - Figure 2 compares "all heads and top-16 heads (depth 0)" without naming the queries. Here they are those that answer
   the question about the needle; of text, the last NEAR tokens. Each end of a score is compared with all other heads.
