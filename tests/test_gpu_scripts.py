@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pe_lab.data.tokenizers import load_tokenizer, save_tokenizer
 from pe_lab.model import Model
 
 ROOT = Path(__file__).parents[1]
@@ -124,3 +125,19 @@ def test_extend_smollm2(tmp_path, monkeypatch):
     answer = json.loads((tmp_path / "extend/answer.json").read_text())
     assert answer["answer"] in said and {one["variant"] for one in answer["arms"]} == {"unchanged", "yarn"}
     assert (tmp_path / "extend/search.jsonl").exists() and (tmp_path / "extend/report.html").exists()
+
+
+@pytest.mark.slow
+def test_dope_smollm2(tmp_path, monkeypatch):
+    """A tiny model's cells under both scalings, with random heads; 60 s."""
+    with_checkpoint(tmp_path, monkeypatch)
+    save_tokenizer(load_tokenizer("bytes"), tmp_path / "run" / "tokenizer")
+    run_tiny("dope_smollm2.sh", tmp_path)
+    cells = json.loads((tmp_path / "dope_smollm2/cells.json").read_text())
+    assert {one["order"] for one in cells} == {"ascending", "descending", "random"} and len(cells) == 2 * 2 * 2 * 3
+    assert len({one["variant"] for one in cells}) == 2 and {one["task"] for one in cells} == {
+        "niah:noisy",
+        "niah:clean",
+    }
+    assert all(len(one["chosen"]) == 1 and one["samples"] == 2 for one in cells)
+    assert (tmp_path / "dope_smollm2/analysis.json").exists() and list((tmp_path / "dope_smollm2").glob("*.svg"))

@@ -38,7 +38,8 @@ API = {
     "analysis": (
         "Analysis",
         ["pe_lab.analysis.frequency_use", "pe_lab.analysis.heads", "pe_lab.analysis.logit_bounds",
-         "pe_lab.analysis.head_entropy", "pe_lab.analysis.positional_bias", "pe_lab.analysis.layers",
+         "pe_lab.analysis.head_entropy", "pe_lab.analysis.chosen_heads", "pe_lab.analysis.positional_bias",
+         "pe_lab.analysis.layers",
          "pe_lab.analysis.knock_out", "pe_lab.analysis.coordinates", "pe_lab.analysis.analysis"],
     ),
     "results": (

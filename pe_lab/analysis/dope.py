@@ -9,10 +9,12 @@ import argparse
 import dataclasses
 import itertools
 import json
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Float
 
 from pe_lab.analysis.analysis import Analysis
 from pe_lab.analysis.head_entropy import INDICATORS, STAGES, check_name, checked_rank, measure_heads, rank_name
@@ -33,7 +35,7 @@ from pe_lab.results.statistics import SIGNIFICANT, Difference, with_holm
 from pe_lab.results.table import Cell, Metric, Table, TextTable, by_sample, samples_cell
 from pe_lab.terminal import any_seed, console, positive
 
-ORDERS = ("ascending", "descending")
+ORDERS = ("ascending", "descending", "random")
 PROMPT_SUITES = [suite for suite in SUITES.values() if isinstance(suite, PromptSuite)]
 GRID = {  # key -> values, of which a sweep has every combination
     "method": ("all-nope", "parts-fast"),
@@ -41,7 +43,7 @@ GRID = {  # key -> values, of which a sweep has every combination
     "stage": ("post_ntk",),
     "rank": ("1", "16", "full"),
     "heads": ("3",),
-    "order": ORDERS,
+    "order": ORDERS[:2],
 }
 
 
@@ -200,6 +202,15 @@ def open_sweep(session: AnalysisSession) -> DopeSweep:
     return DopeSweep(session, cells, tasks, length, zero[0])
 
 
+def drawn_at_random(cell: DopeCell, shape: tuple[int, ...]) -> Float[np.ndarray, "N H"]:
+    """Scores that choose heads at random, as a control: one draw for each indicator, stage and rank.
+
+    The heads of a smaller number are among those of a larger one.
+    """
+    seed = zlib.crc32(f"{cell.criterion} {cell.rank}".encode())
+    return np.random.default_rng(seed).permutation(int(np.prod(shape))).astype(float).reshape(shape)
+
+
 def denoised(
     variant: Variant, cells: Sequence[DopeCell], scores: Mapping[DopeCell, np.ndarray], length: int
 ) -> Iterator[tuple[DopeCell, Variant]]:
@@ -207,9 +218,10 @@ def denoised(
     made = {variant.fingerprint(length): variant}
     before = variant.layers_at(length)
     for cell in cells:
-        after = denoise_by(
-            cell.method, before, scores[cell], cell.heads, cell.order, training_length=variant.training_length
-        )
+        random = cell.order == "random"
+        ranked = drawn_at_random(cell, scores[cell].shape) if random else scores[cell]
+        order = "ascending" if random else cell.order
+        after = denoise_by(cell.method, before, ranked, cell.heads, order, training_length=variant.training_length)
         new_name, label = f"{variant.name}, DoPE {cell.name}", f"{variant.label}, {cell.name}"
         new = Variant(variant.subject, new_name, label, described=after)
         yield cell, made.setdefault(new.fingerprint(length), new)
@@ -316,7 +328,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # The results: one sorted table a variant, with the model without DoPE in it, and figures
 
-ORDER_NAMES = {"ascending": "ASC", "descending": "DESC"}
+ORDER_NAMES = {"ascending": "ASC", "descending": "DESC", "random": "random"}
 BASE = "no DoPE"  # the row of the model without it
 
 

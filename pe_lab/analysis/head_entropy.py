@@ -31,12 +31,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import scipy.stats
 from jaxtyping import Array, Float, Int
 
+from pe_lab.analysis import chosen_heads
 from pe_lab.analysis.analysis import Analysis
+from pe_lab.analysis.chosen_heads import gram
 from pe_lab.analysis.sequences import Sequences, add_arguments
 from pe_lab.analysis.session import AnalysisSession
 from pe_lab.attention.layer_encoding import encode_keys, encode_queries
@@ -51,6 +52,7 @@ from pe_lab.results.figures import Figure, HeatMaps, Line, LineCharts, layer_nam
 from pe_lab.results.findings import Findings
 from pe_lab.results.statistics import interval
 from pe_lab.results.table import TextTable
+from pe_lab.terminal import positive
 
 INDICATORS = ("query", "key", "both")
 STAGES = ("pre_ntk", "post_ntk", "post_rope")
@@ -160,22 +162,6 @@ def check_name(option: str, name: str, allowed: Sequence[str]) -> None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Gram matrices and their spectra
-
-
-def gram(x: Float[Array, "B T heads K"], lengths: Int[Array, " B"], block: int) -> Float[Array, "B heads K K"]:
-    """The sum of outer products over the first `lengths` tokens (eq. 23 for all bands together), float32."""
-    B, T, heads, K = x.shape
-    block = min(block, T)
-
-    def add(total: jax.Array, first: jax.Array) -> tuple[jax.Array, None]:
-        start = jnp.minimum(first, T - block)  # the last block begins earlier, and skips what was counted
-        at = start + jnp.arange(block)
-        counted = (at >= first) & (at < lengths[:, None])
-        part = jax.lax.dynamic_slice_in_dim(x, start, block, axis=1).astype(jnp.float32)
-        part = jnp.where(counted[:, :, None, None], part, 0)
-        return total + jnp.einsum("bthk,bthl->bhkl", part, part, precision="highest"), None
-
-    return jax.lax.scan(add, jnp.zeros((B, heads, K, K), jnp.float32), jnp.arange(0, T, block))[0]
 
 
 def _grams(view: LayerView, lengths: Int[Array, " B"]) -> tuple[jax.Array, ...]:
@@ -297,11 +283,21 @@ def _options(parser: argparse.ArgumentParser) -> None:
         help=f"of scores.json, for pe_lab.surgery --mask-heads: {', '.join(INDICATORS)}; {', '.join(STAGES)}; "
         f"{', '.join(RANKS)} (default: %(default)s). The folder scores has all of them.",
     )
+    parser.add_argument(
+        "--selected",
+        type=positive,
+        metavar="N",
+        help="also measure what the N heads with the lowest and the highest vanilla and truncated (16) entropy attend "
+        "to, and along which directions their queries lie: DoPE's Figures 2 to 6, where N is 16. Indicator and stage "
+        "are those of --scores; with --suite=niah:standard --depths=0 there is a needle, at depth 0",
+    )
 
 
 def _run(session: AnalysisSession) -> Findings:
     indicator, stage, rank = choice("--scores", session.arguments.scores)
-    criterion = f"{stage}_{indicator}"
+    criterion, selected = f"{stage}_{indicator}", session.arguments.selected
+    if selected is not None:
+        chosen_heads.check_count(selected, session.variants)
     measured = measure_heads(session)
     numbers: dict[str, np.ndarray] = {}
     figures: list[Figure] = []
@@ -317,11 +313,20 @@ def _run(session: AnalysisSession) -> Findings:
         figures += _figures(found, criterion, rank, suffix, of)
         tables.append(_table(found[criterion].score(rank), f"{criterion}, {rank_name(rank)}{of}"))
         sentences += _sentences(name, found, indicator, stage, rank)
+        if selected is not None:
+            scores_of = {rank: found[criterion].score(rank) for rank in chosen_heads.SCORES}
+            chosen = chosen_heads.examine(session, v, scores_of, criterion, selected)
+            numbers |= {f"chosen_{key}": x for key, x in chosen.numbers.items()}
+            tables += chosen.tables
+            figures += chosen.figures
+            sentences += chosen.sentences
     shapes = {
         "band_entropy": "[S, L, H, R] sequence, layer, query head, band; nats (eq. 25)",
         "spectrum": "[S, L, H, K] eigenvalues of the trace-normalized Gram matrix, the largest first",
         "power": "[S, L, H] mean squared norm of the vectors",
     }
+    if selected is not None:
+        shapes |= {f"chosen_{key}": shape for key, shape in chosen_heads.SHAPES.items()}
     return Findings(tuple(sentences), tuple(tables), tuple(figures), numbers, shapes, files=files)
 
 
@@ -461,4 +466,4 @@ def _figures(found: Mapping[str, HeadEntropy], criterion: str, rank: str, suffix
     return drawn
 
 
-ANALYSIS = Analysis("DoPE, section 4.3, eq. 12 and 23 to 30, and section 5.1", _options, _run)
+ANALYSIS = Analysis("DoPE, section 4.3, eq. 12 and 23 to 30, and section 5.1; Figures 2 to 6", _options, _run)

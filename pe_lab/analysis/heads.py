@@ -155,7 +155,7 @@ class _HeadsOfLayer:
         query, key = (pair_norms(x[:, : self.length]) for x in (view.query, view.key))
         bound = bands(query * jnp.repeat(key, query.shape[1] // key.shape[1], axis=1))
         fast = bound[..., 0] / jnp.maximum(bound.sum(-1), 1e-30)
-        return *means, at_previous.mean(-1), first, *binned, fast, *self._needles(view, asked, common)
+        return *means, at_previous.mean(-1), first, *binned, fast, *self._needles(view, asked)
 
     def _binned(
         self, view: LayerView, sampled: jax.Array, shares: jax.Array, common: Mapping[str, Any]
@@ -177,7 +177,7 @@ class _HeadsOfLayer:
             own = jnp.take_along_axis(upto, at[None, None, :, None] + 1, axis=-1)
             nearer = own - jnp.take_along_axis(upto, before[None, None], axis=-1)
             by_distance = jnp.diff(nearer, prepend=0, axis=-1)
-            begin = jnp.zeros((1, size), jnp.int32) if view.segments is None else _document_begin(at, view.segments)
+            begin = jnp.zeros((1, size), jnp.int32) if view.segments is None else document_begin(at, view.segments)
             begin = jnp.broadcast_to(begin, (rows.shape[0], size))
             first = jnp.take_along_axis(rows, begin[:, None, :, None], axis=-1)[..., 0]
             far = by_distance[..., NEAR:].sum(-1) - jnp.where((begin <= at - NEAR)[:, None], first, 0)
@@ -190,23 +190,13 @@ class _HeadsOfLayer:
         row = row / jnp.maximum((row * shares[:, None]).sum(0), 1e-30)
         return far.sum(0), by_distance.sum(0), jnp.einsum("bhqc,qr->bhrc", maps, row)
 
-    def _needles(self, view: LayerView, asked: Any, common: Mapping[str, Any]) -> tuple[jax.Array, ...]:
+    def _needles(self, view: LayerView, asked: Any) -> tuple[jax.Array, ...]:
         B, H = view.query.shape[0], view.query.shape[2]
         if asked is None:
             missing = jnp.full((B, H), jnp.nan)
             return *[missing] * 4, jnp.full((B, H, 2 * AROUND), jnp.nan)
         at, source, needle = asked
-        places = {name: common[name] for name in ("x", "positions", "segments")}
-        batch = view.query, view.key, {"cos": view.encoding.cos, "sin": view.encoding.sin}, places
-
-        def rows_of(b: int) -> jax.Array:
-            # What all sequences share has a first axis of 1.
-            query, key, rotation, own = jax.tree.map(lambda x: x[b : b + 1] if len(x) == B else x, batch)
-            encoding = dataclasses.replace(view.encoding, **rotation)
-            return attention_rows(query, key, encoding, rows=at[b], window=view.window, **own)
-
-        # Each sequence has queries of its own; a batch has one sequence for each device.
-        rows = jnp.concatenate([rows_of(b) for b in range(B)])  # [B, H, Q, T]
+        rows = question_rows(view, at)
         index = jnp.arange(self.padded)
         on_source = jnp.take_along_axis(rows, source[:, None, :, None], axis=-1)[..., 0].mean(-1)
         within = (index >= needle[..., :1]) & (index < needle[..., 1:])  # [B, Q, T]
@@ -219,7 +209,23 @@ class _HeadsOfLayer:
         return on_source, on_needle, entropy, rows[..., 0].mean(-1), around
 
 
-def _document_begin(at: jax.Array, segments: jax.Array) -> jax.Array:
+def question_rows(view: LayerView, at: Int[jax.Array, "B Q"]) -> Float[jax.Array, "B H Q T"]:
+    """The attention weights of a layer from queries `at` of each sequence."""
+    B = view.query.shape[0]
+    own = {"x": view.normed, "positions": view.positions, "segments": view.segments}
+    batch = view.query, view.key, {"cos": view.encoding.cos, "sin": view.encoding.sin}, own
+
+    def rows_of(b: int) -> jax.Array:
+        # What all sequences share has a first axis of 1.
+        query, key, rotation, places = jax.tree.map(lambda x: x[b : b + 1] if len(x) == B else x, batch)
+        encoding = dataclasses.replace(view.encoding, **rotation)
+        return attention_rows(query, key, encoding, rows=at[b], window=view.window, **places)
+
+    # Each sequence has queries of its own; a batch has one sequence for each device.
+    return jnp.concatenate([rows_of(b) for b in range(B)])
+
+
+def document_begin(at: jax.Array, segments: jax.Array) -> jax.Array:
     """[B, Q]: the index of the first token of each query's document."""
     return jnp.argmax(segments[:, at, None] == segments[:, None, :], axis=-1)
 

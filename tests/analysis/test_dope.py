@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "evaluation"))
 import tiny  # noqa: E402
 
 from pe_lab import analyze  # noqa: E402
-from pe_lab.analysis.dope import GRID, parse_grid  # noqa: E402
+from pe_lab.analysis.dope import GRID, drawn_at_random, parse_grid  # noqa: E402
 from pe_lab.data.tokenizers import ByteTokenizer, load_tokenizer, save_tokenizer  # noqa: E402
 from pe_lab.errors import UserError  # noqa: E402
 from pe_lab.evaluation import targets  # noqa: E402
@@ -83,6 +83,19 @@ def test_a_grid_has_every_combination():
     assert len(cells) == len(set(cells)) == 2 * 2 * 4 * 2
     assert cells[0].name == "gaussian post_ntk_query trunc_1 1 ascending"
     assert len(parse_grid(None, 8)) == np.prod([len(values) for values in GRID.values()]) == 12
+
+
+def test_random_heads_are_one_draw_for_each_rank():
+    cells = parse_grid("method=all-nope,gaussian;rank=1,8;heads=1,3;order=random", 8)
+    draws = {(c.rank, c.heads, c.method): drawn_at_random(c, (2, 4)) for c in cells}
+    assert all(sorted(draw.ravel()) == list(range(8)) for draw in draws.values())
+    for rank in "18":  # the same for every number of heads and every method, so that three heads have the one
+        assert all((draw == draws[rank, 1, "gaussian"]).all() for key, draw in draws.items() if key[0] == rank)
+    assert (draws["1", 1, "gaussian"] != draws["8", 1, "gaussian"]).any()
+    # Over many ranks each head is drawn as often as another: of 800 draws each has 100, with a deviation of 9.4.
+    many = parse_grid(f"method=all-nope;rank={','.join(map(str, range(1, 801)))};heads=1;order=random", 8)
+    lowest = np.bincount([drawn_at_random(c, (2, 4)).argmin() for c in many], minlength=8)
+    assert abs(lowest - 100).max() < 40
 
 
 @pytest.mark.parametrize(
@@ -199,6 +212,19 @@ def test_cells_that_choose_the_same_heads_are_one_model(run, tmp_path, capsys, c
     models = {(c["method"], tuple(map(tuple, c["chosen"]))) for c in cells}
     assert len(cells) == 12 and len(counts.asked) == 9 * (len(models) + 1) and len(models) < 12
     assert f"12 cells are {len(models)} different models" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_random_heads_are_chosen_by_no_score(run, tmp_path, counts):
+    """3 s."""
+    argv = command(run, tmp_path / "out", "--grid=method=all-nope;rank=1,2,4,8;heads=1,2;order=random")
+    assert analyze.main(argv) == 0
+    cells = json.loads((tmp_path / "out" / "cells.json").read_text())
+    chosen = {(c["rank"], c["heads"]): set(map(tuple, c["chosen"])) for c in cells}
+    assert all(len(heads) == count for (_, count), heads in chosen.items())
+    assert all(chosen[rank, 1] < chosen[rank, 2] for rank in "1248") and len(set(map(tuple, chosen.values()))) > 2
+    (table,) = read_findings(tmp_path / "out").findings.tables
+    assert {row[3] for row in table.rows} == {"random", ""}
 
 
 @pytest.mark.slow

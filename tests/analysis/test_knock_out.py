@@ -20,12 +20,14 @@ from pe_lab.analysis.knock_out import (
     verdict,
     whole_answers,
     without_heads,
+    without_pairs,
 )
 from pe_lab.analysis.sequences import SequenceQuestions, Sequences, open_sequences
 from pe_lab.analysis.session import AnalysisSession
 from pe_lab.checkpoints.checkpoint import Checkpoint
 from pe_lab.config import ModelConfig
 from pe_lab.data.tokenizers import load_tokenizer
+from pe_lab.errors import ConfigError
 from pe_lab.evaluation.variants import Subject, Variant
 from pe_lab.language_model import LanguageModel
 from pe_lab.model import Model, complete
@@ -138,6 +140,35 @@ def test_a_quarter_of_the_pairs_adds_nothing_to_the_logits_of_a_head():
         np.testing.assert_allclose(ours[h], weights / weights.sum(-1, keepdims=True), atol=2e-6)
         others = [i for i in range(lm.config.heads) if i != h]
         np.testing.assert_array_equal(ours[others], lm.attention_weights(tokens, layers=[n])[0, 0][others])
+
+
+def test_a_random_quarter_is_zero_in_the_queries_alone():
+    """Logits by hand, from queries whose channels are 0 where the edited weights are; other heads keep theirs."""
+    lm, heads = made(), [(0, 3), (1, 2)]
+    edited = masked(lm, heads, "random")
+    before, after = (np.asarray(one.checkpoint.params["layers"]["attention"]["query"]) for one in (lm, edited))
+    gone = {}
+    for n, h in heads:
+        zero = np.flatnonzero((after[n, :, h] == 0).all(0))
+        gone[n, h] = zero
+        assert len(zero) == K // 4 and sorted(zero[: K // 8] + K // 2) == sorted(zero[K // 8 :])  # pairs
+        kept = np.setdiff1d(np.arange(K), zero)
+        np.testing.assert_array_equal(after[n, :, h][:, kept], before[n, :, h][:, kept])
+        others = [i for i in range(4) if i != h]
+        np.testing.assert_array_equal(after[n][:, others], before[n][:, others])
+    assert sorted(gone[0, 3]) != sorted(gone[1, 2])
+    tokens = np.random.default_rng(0).integers(0, V, (1, 6))
+    found = lm.queries_keys_values(tokens, layers=[0], rotated=True)
+    query, key = found.query[0, 0, :, 3].copy(), found.key[0, 0, :, 1]
+    query[:, gone[0, 3]] = 0
+    logits = query @ key.T / np.sqrt(K)
+    logits[np.triu_indices(6, 1)] = -np.inf
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    ours = edited.attention_weights(tokens, layers=[0])[0, 0, 3]
+    np.testing.assert_allclose(ours, weights / weights.sum(-1, keepdims=True), atol=2e-6)
+    normed = dataclasses.replace(lm.config, qk_norm="head")
+    with pytest.raises(ConfigError, match="would enlarge the others"):
+        without_pairs(lm.checkpoint.params, {(0, 3): [0]}, normed)
 
 
 def test_other_masks_are_edits_of_heads():
