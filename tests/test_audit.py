@@ -41,6 +41,7 @@ def test_logits_of_the_last_tokens(tmp_path, capsys):
     assert "Not seen: how much the runtime rounds" in capsys.readouterr().out
 
 
+@pytest.mark.slow  # 3 s
 def test_what_no_known_fault_explains(tmp_path, capsys):
     """Other weights of attention: 8 s, of which most are hypotheses in pairs."""
     edited = copy_of("smollm3", tmp_path / "edited", rope_parameters={"rope_type": "default", "rope_theta": 77.0})

@@ -186,6 +186,7 @@ def test_the_cost_of_a_layer_is_what_its_drop_adds_to_the_loss(data):
         assert cost == pytest.approx(float(loss[0] - loss[1]), abs=1e-5)
 
 
+@pytest.mark.slow  # 3 s
 def test_a_screening_has_every_method_and_is_not_measured_twice(data, tmp_path):
     """15 s of compiling."""
     given = extension(data=data, factor=2)

@@ -515,7 +515,8 @@ def _figures(
             marks = ((float(1 + begins.mean()), "needle"),)
     count = len(groups["16", "lowest"])
     K, shown = use.mass.shape[-1], maps.shape[1]
-    heads = [f"{end} {SCORES[rank]}: layer {n}, head {h}" for (rank, end), (n, h) in drawn.items()]
+    short = dict(zip(SCORES, ("vanilla", "truncated"), strict=True))  # longer ones are cut
+    heads = [f"{n}.{h} {end} {short[rank]}" for (rank, end), (n, h) in drawn.items()]
     directions = np.arange(1, K + 1, dtype=float)
     cumulative = []
     for form, mass in (("rotated", use.mass), ("unrotated", use.mass_unrotated)):
@@ -548,7 +549,7 @@ def _figures(
             tuple(heads),
             tuple(f"{100 * i / shown:.0f}%" for i in range(shown)),
             tuple(str(i) for i in range(1, K + 1)),
-            "head",
+            "layer.head",
             "token, place in the sequence",
             "eigenvector",
             "cosine",

@@ -28,7 +28,8 @@ def batches(count: int = 4):
     return [dict(tokens=x[:, :-1], targets=x[:, 1:], weights=np.ones((8, 32), np.float32)) for x in found]
 
 
-@pytest.mark.parametrize("mup", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow  # 16 s
+@pytest.mark.parametrize("mup", [True, False])
 def test_coordinates_grow_without_mup_alone(mup: bool):
     phase = PhaseConfig(sequence_length=32, batch_size=8, optimizer=OptimizerConfig(learning_rate=4e-3))
     shape = dataclasses.replace(SHAPE, mup_base_width=32 if mup else 0)

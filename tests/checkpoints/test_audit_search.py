@@ -62,6 +62,7 @@ def test_the_table_of_another_length():
     assert audit.found.hypothesis.faults == ("length ignored",) and "training length" in audit.found.hypothesis.sentence
 
 
+@pytest.mark.slow  # 3 s
 def test_two_faults_together():
     local, far, bare = KEYS
     audit = mixed().audit((dataclasses.replace(local, window=25), dataclasses.replace(far, factored=0), bare))

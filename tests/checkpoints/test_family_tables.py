@@ -76,6 +76,7 @@ def test_in_and_out_and_in_changes_no_byte(name, tmp_path):
                     np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-25)
 
 
+@pytest.mark.slow  # 3 s
 def test_shards_are_filled_in_order_and_indexed(tmp_path, monkeypatch):
     from pe_lab.checkpoints import hf_export
 

@@ -114,6 +114,7 @@ def test_readers_of_keys_need_the_encoding_of_their_source():
         lm.with_positional(ForgettingGate()).logits(golden("gemma4_shared")[0])
 
 
+@pytest.mark.slow  # 7 s
 @pytest.mark.parametrize("name", ["gemma4", "gemma4_shared"])
 def test_decoding_with_a_cache_is_that_of_a_whole_pass(name):
     """5 s: past the windows of 8 tokens."""

@@ -270,6 +270,7 @@ def test_encodings_under_other_names_compute_the_same(case, tmp_path):
     np.testing.assert_allclose(logits(open_checkpoint(tmp_path), TOKENS), expected, atol=1e-4)
 
 
+@pytest.mark.slow  # 3 s
 def test_numbers_that_do_not_fit_are_refused(tmp_path):
     source = Memory(LLAMA, layers(Rope()))
     source.arrays["token_embedder.embedding"][3, 4] = 1e6

@@ -58,6 +58,7 @@ def numbers(records):
     return [{name: value for name, value in one.items() if name not in OF_A_STEP} for one in records]
 
 
+@pytest.mark.slow  # 7 s
 def test_the_records_are_those_of_a_checkpoint_and_the_second_call_compiles_nothing(data, tmp_path, compiled, capsys):
     made, mesh = [], make_mesh(MeshConfig(), tiny.one_device())
     inside = live(data, mesh=mesh)

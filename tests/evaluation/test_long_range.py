@@ -98,6 +98,7 @@ def sharpen(monkeypatch):
     monkeypatch.setattr(long_range, "KNOWN", 100.0)
 
 
+@pytest.mark.slow  # 4 s
 def test_records_and_the_file_of_key_tokens(data, tmp_path, monkeypatch):
     """A file of key tokens is a reference that gives the same records; 4 s."""
     sharpen(monkeypatch)
@@ -123,6 +124,7 @@ def test_records_and_the_file_of_key_tokens(data, tmp_path, monkeypatch):
     assert first[0]["tokens"] == sum((positions <= 16).sum() for positions in stored.positions)
 
 
+@pytest.mark.slow  # 5 s
 def test_progress_counts_what_finds_the_key_tokens(data, tmp_path, monkeypatch):
     """The bar never goes back, and its total is what is read, whoever the reference is; 4 s."""
     shown = []

@@ -105,6 +105,7 @@ def test_in_chunks(kind, T):
     assert max(reader.traces.values()) == 1  # all chunks share a program
 
 
+@pytest.mark.slow  # 8 s
 @cases("windowed", "heads apart")
 def test_continuations_of_what_is_read_once(kind, T):
     """Each follows the first tokens alone: neither those before it nor those after it change it."""

@@ -62,6 +62,7 @@ def test_losses_and_metrics_are_those_of_one_device_on_a_mesh_under_remat_and_in
     assert 0.02 - 1e-6 < one[0, 2] < 0.05 and 0.25 <= one[0, 3] <= 1  # two layers of at least 0.01
 
 
+@pytest.mark.slow  # 4 s
 def test_training_adds_the_losses_and_not_the_metrics():
     model = Model(CONFIG)
     params = model.init(jax.random.key(0))

@@ -253,9 +253,8 @@ RECIPES = {
 }
 
 
-@pytest.mark.parametrize(
-    "recipe", [name if name == "adamw" else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_a_step_of_each_recipe_from_the_same_state(recipe, tmp_path):
     """3 s each, mostly compiling. Losses and gradients' norms within 1e-6 of themselves, as 1e-5 of the moments."""
     differ = {"a": {}, "b": {"seed": 3, "data__seed": 3, "phases__0__optimizer__weight_decay": 0.4}}

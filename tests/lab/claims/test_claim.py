@@ -158,6 +158,7 @@ def test_a_history_goes_on_from_the_committed_result(claim):
     assert [one["verdict"] for one in result["history"]] == ["confirmed", "equivalent"]
 
 
+@pytest.mark.slow  # 4 s
 def test_seeds_by_power(claim, capsys):
     """2 s. A pilot of three seeds, then as many others as show the effect; the same command again chooses the same."""
     path = claim / "better.py"
