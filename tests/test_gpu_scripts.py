@@ -86,7 +86,7 @@ def test_stack(tmp_path):
     said = run_tiny("stack.sh", tmp_path)
     single, stack = json.loads((tmp_path / "stack-tiny.json").read_text())["results"]
     assert (single["how"], stack["how"], stack["cells"]) == ("1 single", "stack", 2) and stack["loss"] < 1e-5
-    assert "tokens/s of a cell" in said
+    assert "tokens/s of all" in said
 
 
 def with_checkpoint(tmp_path: Path, monkeypatch) -> None:

@@ -277,7 +277,7 @@ def test_the_analysis_writes_figures_tables_and_arrays(run, tmp_path, capsys, mo
     ends = [np.unravel_index(end(x), x.shape) for x in (vanilla, truncated) for end in (np.argmin, np.argmax)]
     assert numbers["chosen_heads"].tolist() == [list(end) for end in ends]
     n, h = ends[2]
-    assert figures["similarity"].panels[2] == f"lowest truncated matrix entropy: layer {n}, head {h}"
+    assert figures["similarity"].panels[2] == f"{n}.{h} lowest truncated"
     ((mark, text),) = figures["chosen_attention"].marks
     assert text == "needle" and mark < PLACES / 2  # at depth 0, after the instruction
     tables = "\n".join(table.title for table in found.tables)
