@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _keep_freed_memory() -> None:
-    """Halves the processor time of a small step. Before the first thread, and before JAX starts."""
+    """Else each step maps its scratch memory anew. Before the first thread, and before JAX starts."""
     from pe_lab.parallel import has_accelerator, keep_freed_memory
 
     if not has_accelerator():

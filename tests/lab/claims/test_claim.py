@@ -15,7 +15,6 @@ from pe_lab.config import Config, from_dict
 from pe_lab.errors import ConfigError
 from pe_lab.lab.claims import Arm, Claim, Criterion, load_claims
 from pe_lab.lab.claims.claim import claim_names, load_claim
-from pe_lab.lab.claims.measures import scores
 from pe_lab.lab.claims.page import BEGIN, END, TOP, TOP_END, draw, markdown, summary_table, with_generated
 from pe_lab.lab.claims.results import (
     changes_after_runs,
@@ -127,6 +126,11 @@ def test_a_claim_is_run_continued_and_judged(claim, capsys):
     assert point(result, "child: validation").mean == pytest.approx(2.005)
     assert point(result, "base: validation - child: validation").mean == pytest.approx(1.0)
     assert point(result, "child: nothing") is None
+    cells = json.loads((claim / "runs/claims/laptop/sweep.json").read_text())["cells"]
+    # A child reads other windows than its parent; each seed has an order of its own.
+    assert {one["name"]: one["config"]["data"]["seed"] for one in cells} == {
+        "base__seed=0": 0, "base__seed=1": 1, "child__seed=0": 1000, "child__seed=1": 1001
+    }  # fmt: skip
 
 
 def test_a_rule_that_changes_after_a_run_is_in_the_history(claim, capsys):
@@ -316,49 +320,6 @@ def test_every_claim_loads_and_their_arms_agree():
             assert from_dict(Config, _with_shape(read_recipe(recipe))).phases
         assert claim.quote or claim.paper.startswith("ours"), claim.name  # a paper's claim is in its own words
     assert load_claim("p_rope").rule[0] == "p_rope_75: validation prose < rope: validation prose + 0.01"
-
-
-def test_the_number_of_a_suite_is_the_mean_of_its_tasks(tmp_path):
-    """1 s."""
-    for name, content in {
-        "run.json": {"name": "run", "config": {}},
-        "pretrain/phase.json": {"phase": "pretrain", "steps": 1, "tokens_per_step": 1, "status": "complete"},
-    }.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(json.dumps(content))
-    about = {"suite": "niah", "phase": "pretrain", "step": 1, "variant": "YaRN", "length": 8, "factor": 2, "samples": 4}
-    rows = [
-        {**about, "source": task, "score": score} for task, score in {"multi_key": 0.25, "multi_query": 0.75}.items()
-    ]
-    (tmp_path / "evaluation").mkdir()
-    (tmp_path / "evaluation/niah.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = scores(tmp_path)
-    assert found == {"niah:multi_key 2x YaRN": 0.25, "niah:multi_query 2x YaRN": 0.75, "niah 2x YaRN": 0.5}
-
-
-def test_passkeys_with_distractors_have_three_numbers_by_window(tmp_path):
-    """1 s. Of other needles, by another number of distractors, are other windows."""
-    for name, content in {
-        "run.json": {"name": "run", "config": {}},
-        "pretrain/phase.json": {"phase": "pretrain", "steps": 1, "tokens_per_step": 1, "status": "complete"},
-    }.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(json.dumps(content))
-    about = {"suite": "passkeys", "phase": "pretrain", "step": 1, "length": 8, "factor": 2, "seed": 0, "queries": 4}
-    about |= {"source": "manuals", "accuracy": 0.25, "stderr": 0.1, "accuracy_by_window": [0.5, 0.0]}
-    about |= {"choice": 0.75, "choice_by_window": [1.0, 0.5], "key_gain": 1.75, "key_gain_by_window": [3.0, 0.5]}
-    rows = [
-        {**about, "variant": variant, "settings": {"data": "d", "passkey_windows": 2, "distractors": distractors}}
-        for variant, distractors in (("as trained", 1), ("yarn:factor=2 + beta", 1), ("YaRN", 3))
-    ]
-    (tmp_path / "evaluation").mkdir()
-    (tmp_path / "evaluation/passkeys.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = scores(tmp_path)
-    assert found["passkeys 2x"] == 0.25 and found["passkeys 2x"].windows == (0.5, 0.0)
-    assert found["passkeys choice 2x"].windows == (1.0, 0.5) and found["passkeys key gain 2x"].windows == (3.0, 0.5)
-    assert found["passkeys:manuals choice 2x yarn:factor=2 + beta"] == 0.75
-    assert found["passkeys 2x"].text == found["passkeys 2x yarn:factor=2 + beta"].text
-    assert found["passkeys 2x"].text != found["passkeys 2x YaRN"].text
 
 
 def test_a_claim_at_its_papers_size():

@@ -1,4 +1,4 @@
-"""What claims measure: spikes of the loss, and the numbers of a config. 3 s."""
+"""What claims measure: spikes of the loss, onsets, scores, and the numbers of a config. 5 s."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from pe_lab.config import Config, from_dict
 from pe_lab.errors import DataError
-from pe_lab.lab.claims import onset, shape, spikes, trigram
+from pe_lab.lab.claims import onset, scores, shape, spikes, trigram
 from pe_lab.lab.claims.measures import TrigramTable, largest_excess, lasting_spikes
 from pe_lab.recipes import load_config
 
@@ -173,3 +173,42 @@ def test_an_onset_is_where_the_loss_passes_the_tables(tmp_path, monkeypatch):
     tree["data"]["sources"].append({"source": "needles", "weight": 1.0})
     with pytest.raises(DataError, match="one source of text"):
         onset(logged_run(tmp_path / "two", tree, [table + 9, table - 1]))
+
+
+def scores_of(run, suite, records):
+    """The numbers of a run with these records of a suite."""
+    for name, content in {
+        "run.json": json.dumps({"name": "run", "config": {}}),
+        "pretrain/phase.json": json.dumps({"phase": "pretrain", "steps": 1, "tokens_per_step": 1}),
+        f"evaluation/{suite}.jsonl": "".join(json.dumps(one) + "\n" for one in records),
+    }.items():
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).write_text(content)
+    return scores(run)
+
+
+def test_the_number_of_a_suite_is_the_mean_of_its_tasks(tmp_path):
+    """1 s."""
+    about = {"suite": "niah", "phase": "pretrain", "step": 1, "variant": "YaRN", "length": 8, "factor": 2, "samples": 4}
+    rows = [
+        {**about, "source": task, "score": score} for task, score in {"multi_key": 0.25, "multi_query": 0.75}.items()
+    ]
+    found = scores_of(tmp_path, "niah", rows)
+    assert found == {"niah:multi_key 2x YaRN": 0.25, "niah:multi_query 2x YaRN": 0.75, "niah 2x YaRN": 0.5}
+
+
+def test_passkeys_with_distractors_have_three_numbers_by_window(tmp_path):
+    """1 s. Of other needles, by another number of distractors, are other windows."""
+    about = {"suite": "passkeys", "phase": "pretrain", "step": 1, "length": 8, "factor": 2, "seed": 0, "queries": 4}
+    about |= {"source": "manuals", "accuracy": 0.25, "stderr": 0.1, "accuracy_by_window": [0.5, 0.0]}
+    about |= {"choice": 0.75, "choice_by_window": [1.0, 0.5], "key_gain": 1.75, "key_gain_by_window": [3.0, 0.5]}
+    rows = [
+        {**about, "variant": variant, "settings": {"data": "d", "passkey_windows": 2, "distractors": distractors}}
+        for variant, distractors in (("as trained", 1), ("yarn:factor=2 + beta", 1), ("YaRN", 3))
+    ]
+    found = scores_of(tmp_path, "passkeys", rows)
+    assert found["passkeys 2x"] == 0.25 and found["passkeys 2x"].windows == (0.5, 0.0)
+    assert found["passkeys choice 2x"].windows == (1.0, 0.5) and found["passkeys key gain 2x"].windows == (3.0, 0.5)
+    assert found["passkeys:manuals choice 2x yarn:factor=2 + beta"] == 0.75
+    assert found["passkeys 2x"].text == found["passkeys 2x yarn:factor=2 + beta"].text
+    assert found["passkeys 2x"].text != found["passkeys 2x YaRN"].text
