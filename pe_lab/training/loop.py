@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from pe_lab.checkpoints.locating import DIRECTORY, lineage_entry
 from pe_lab.checkpoints.store import Store
@@ -116,7 +117,9 @@ def _train_steps(
     """
     config, steps, directory = run.config, phase.config.steps, run.directory(phase)
     out, ledger, profiler = run.out, run.ledger, run.profiler
-    rate, left_out = run.plan.learning_rate(phase), pipeline.get_state().get("left_out", ())
+    left_out = pipeline.get_state().get("left_out", ())
+    # All at once: computed at a step, a rate would wait behind that step on the device.
+    rates = jax.device_get(jax.vmap(run.plan.learning_rate(phase))(jnp.arange(steps)))
     monitor = Monitor(config.stability, start.stability)
     state, lineage = start.state, start.lineage  # the lineage of the checkpoint read or saved last
     step = start.step
@@ -153,7 +156,7 @@ def _train_steps(
                 if event is not None and event.action == "rewind":
                     raise Rewind(event)
                 if (at % config.log.every_steps == 0 or at == steps) and all(map(math.isfinite, last.values())):
-                    learning_rate = float(rate(at - 1))
+                    learning_rate = float(rates[at - 1])
                     logs.write("metrics", {"step": at, "tokens": tokens(at), **last, "learning_rate": learning_rate})
                 if event is not None:
                     _log_event(phase, start, pipeline, logs, event, [pipeline.batch_index(at - 1)])
