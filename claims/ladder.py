@@ -33,8 +33,8 @@ LAYERS, PER_PARAMETER, SHARE = 8, 20, 0.125
 LATER = (192, 256, 384)  # predicted before they are run
 LATER_SEEDS = 3
 PAPER = (357_826_560.0, 2.1e9)  # DroPE's model of 494M without its embedding, and the tokens of its recalibration
-GRID = (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
-BEST = dict.fromkeys(("rope", "dropped", "dropped_half", "rewarmed", "half"), 1.6e-2) | {"nope": 8e-3}
+GRID = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
+BEST = {"rope": 1.6e-2, "nope": 8e-3, "dropped": 2e-3, "dropped_half": 4e-3, "rewarmed": 1e-3, "half": 1e-3}
 
 
 def parameters(width: int) -> int:
@@ -69,7 +69,7 @@ def rung(width: int, seeds: int, device: str = "") -> dict[str, Arm]:
 
 
 RUNGS = {width: rung(width, seeds) for width, seeds in SEEDS.items()}
-RATES = Rates(GRID, of=LOSS, arms=tuple(arm.name for arm in RUNGS[64].values()))
+RATES = Rates(GRID, of=LOSS, within=0.001, arms=tuple(arm.name for arm in RUNGS[64].values()))
 
 
 def with_pilot(arms: Sequence[Arm], of: Sequence[str] = ("rope", "nope")) -> tuple[Arm, ...]:

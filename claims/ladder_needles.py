@@ -21,13 +21,13 @@ from typing import Any
 
 from pe_lab.errors import DataError
 from pe_lab.evaluate import main
-from pe_lab.lab.claims import Claim, Criterion, Precondition, Rates, Reference, scores, trigram
+from pe_lab.lab.claims import Claim, Criterion, Precondition, Reference, scores, trigram
 from pe_lab.results.records import RecordFile
 
 from .arms import FOUND, SCALINGS, can_differ, finds, near_rope
 from .drop_needles import CLAIM as TRAINED_IN
 from .ladder import CLAIM as LADDER
-from .ladder import GRID, LOSS, RUNGS, of_runs
+from .ladder import LOSS, RATES, RUNGS, of_runs
 
 # Not tuned yet: no rung is trained (`tried`).
 DISTRACTORS = 3
@@ -125,7 +125,7 @@ CLAIM = Claim(
         *(one for width in WIDTHS for one in conditions(width)),
         *(one for one in LADDER.preconditions if any(f"at width {width} " in one.text for width in WIDTHS)),
     ),
-    rates=Rates(GRID, of=LOSS, arms=tuple(RUNGS[64][arm].name for arm in ARMS)),
+    rates=dataclasses.replace(RATES, arms=tuple(RUNGS[64][arm].name for arm in ARMS)),
     help="fitted",
     references={f"trigram{width}": Reference(RUNGS[width]["nope"].name, trigram) for width in WIDTHS},
     evaluation=None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ class Rates:
       grid: ascending, at least three, so that the best one can lie between two others.
       default: the rate of a recipe that names none.
       of: the number whose best rate is looked for, of `losses`; lower is better.
+      within: a rate is the best one if none is lower by more than this, in the number's unit: where the curve is flat,
+        chance would choose between neighbours.
       seeds: how many of the claim's seeds, the first ones, the pilot trains.
       arms: the names of those that the pilot trains, where muP carries their rates to the others; (): all.
       apart: why there is no grid, where the rate is what the claim compares; `grid` is then empty.
@@ -36,6 +39,7 @@ class Rates:
     grid: tuple[float, ...] = ()
     default: float = 3e-3
     of: str = "validation prose"
+    within: float = 0.0
     seeds: int = 1
     arms: tuple[str, ...] = ()
     apart: str = ""
@@ -73,7 +77,7 @@ class Rates:
     def preconditions(self, arms: Sequence[Arm]) -> tuple[BestRate, ...]:
         """That each of these arms has the best rate of the grid."""
         return tuple(
-            BestRate(arm.name, self.own(arm), self.of, tuple((r, self.at(arm, r).name) for r in self.grid))
+            BestRate(arm.name, self.own(arm), self.of, tuple((r, self.at(arm, r).name) for r in self.grid), self.within)
             for arm in self._tried(arms)
             if self.grid
         )
@@ -91,12 +95,14 @@ class BestRate:
       rate: its rate.
       of: the number, lower is better.
       grid: (rate, the name of the arm that was trained at it).
+      within: by how much another rate may be lower.
     """
 
     arm: str
     rate: float
     of: str
     grid: tuple[tuple[float, str], ...]
+    within: float = 0.0
 
     @property
     def text(self) -> str:
@@ -112,7 +118,8 @@ class BestRate:
     def rule(self) -> str:
         """The grid in words."""
         rates = ", ".join(f"{rate:g}" for rate, _ in self.grid)
-        return f"if {self.arm}: {self.of} at rate {self.rate:g} is the lowest of {rates}, and not at an end"
+        lowest = f"within {self.within:g} of the lowest" if self.within else "the lowest"
+        return f"if {self.arm}: {self.of} at rate {self.rate:g} is {lowest} of {rates}, and not at an end"
 
     def check(self, values: Values) -> dict[str, Any]:
         """Whether it is, by the means over the seeds that all rates have; the note has these."""
@@ -122,6 +129,8 @@ class BestRate:
             raise ConfigError(f"'{self.arm}': no seed has '{self.of}' at every rate of the grid.")
         means = {rate: sum(one[seed] for seed in seeds) / len(seeds) for rate, one in found.items()}
         best = min(means, key=lambda rate: means[rate])
+        if means.get(self.rate, math.inf) <= means[best] + self.within:
+            best = self.rate
         note = f"best at {best:g} ({', '.join(f'{rate:g}: {mean:.4g}' for rate, mean in means.items())})"
         ends = {self.grid[0][0]: "lowest", self.grid[-1][0]: "highest"}
         if best in ends:

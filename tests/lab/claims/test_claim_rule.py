@@ -299,6 +299,13 @@ def test_every_rate_is_the_best_of_one_grid_and_not_at_its_end():
     edge = nope.check(of_rates(NOPE, [2.9, 3.0, 3.1]))
     assert not edge["met"] and edge["note"].endswith(", the lowest of the grid: a better one may lie beyond")
     assert rope.rule.startswith("if rope: validation prose at rate 0.003 is the lowest of 0.001, 0.003, 0.01")
+    flat = [dataclasses.replace(one, within=0.001) for one in (rope, nope)]
+    assert flat[0].rule.startswith(
+        "if rope: validation prose at rate 0.003 is within 0.001 of the lowest of 0.001, 0.003"
+    )
+    for losses, met in (([3.0, 3.0005, 3.1], True), ([2.998, 3.0, 3.1], False)):
+        assert flat[0].check(of_rates(ROPE, losses))["met"] is met
+    assert not flat[1].check(of_rates(NOPE, [3.0005, 3.0, 3.1]))["met"]  # its own rate is at an end
     for bad in ((3e-3,), (1e-2, 3e-3, 1e-3), (0.0, 1e-3, 3e-3)):
         with pytest.raises(ConfigError, match="a grid has at least three rates above 0, ascending"):
             Rates(grid=bad)
