@@ -34,6 +34,7 @@ def interrupt():
     os.kill(os.getpid(), signal.SIGINT)
 
 
+@pytest.mark.slow  # 6 s
 def test_an_interrupted_call_saves_and_the_next_one_goes_on(trained, tmp_path, monkeypatch, capsys):  # noqa: F811
     """The handlers are as before, and the run has the bytes of one that the command trained."""
     recipe, workdir = str(write_recipe(tmp_path / "recipe")), tmp_path / "run"

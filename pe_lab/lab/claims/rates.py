@@ -29,7 +29,7 @@ class Rates:
       grid: ascending, at least three, so that the best one can lie between two others.
       default: the rate of a recipe that names none.
       of: the number whose best rate is looked for, of `losses`; lower is better.
-      within: a rate is the best one if none is lower by more than this, in the number's unit: where the curve is flat,
+      within: a rate is the best one if none is lower by as much as this, in the number's unit: where the curve is flat,
         chance would choose between neighbours.
       seeds: how many of the claim's seeds, the first ones, the pilot trains.
       arms: the names of those that the pilot trains, where muP carries their rates to the others; (): all.
@@ -129,7 +129,7 @@ class BestRate:
             raise ConfigError(f"'{self.arm}': no seed has '{self.of}' at every rate of the grid.")
         means = {rate: sum(one[seed] for seed in seeds) / len(seeds) for rate, one in found.items()}
         best = min(means, key=lambda rate: means[rate])
-        if means.get(self.rate, math.inf) <= means[best] + self.within:
+        if means.get(self.rate, math.inf) < means[best] + self.within:
             best = self.rate
         note = f"best at {best:g} ({', '.join(f'{rate:g}: {mean:.4g}' for rate, mean in means.items())})"
         ends = {self.grid[0][0]: "lowest", self.grid[-1][0]: "highest"}
