@@ -30,7 +30,8 @@ FACTORS = (
     ("tokens a step", 2048, 8192),
 )
 ROWS = tuple((a, b, c, a * b, a * c) for c, b, a in itertools.product((-1, 1), repeat=3))
-# Half of the tokens take another rate than an eighth. The ladder has that of the drop; this is that of its control.
+# Half of the tokens take another rate than an eighth. The ladder has that of the drop. That of its control is assumed
+# until its pilot is trained, whose precondition fails if another one is better.
 GRID, HALF_RATE = (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2), 8e-3
 CONTROL = of_width(64, "rewarmed_half", "method=rope", HALF_RATE, RUNGS[64]["rope"], "at=0.5")
 RATE = BEST | {"rewarmed_half": HALF_RATE}
