@@ -9,9 +9,11 @@ the number of one layer. `LEAVES` has the conversion of each kind of leaf: Huggi
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -293,8 +295,13 @@ class LeafShape(NamedTuple):
     layers: tuple[int, ...] | None
 
 
-def leaf_shapes(model: ModelConfig, layers: Sequence[Layer] = ()) -> dict[str, LeafShape]:
+def leaf_shapes(model: ModelConfig, layers: Sequence[Layer] = ()) -> Mapping[str, LeafShape]:
     """Every leaf of a model's parameters by its dotted path; of encodings, those of `layers`."""
+    return _leaf_shapes(model, tuple(layers))
+
+
+@functools.lru_cache(maxsize=256)  # a family is chosen among all of them, and each asks
+def _leaf_shapes(model: ModelConfig, layers: tuple[Layer, ...]) -> Mapping[str, LeafShape]:
     hooks = layer_hooks(layers, model.heads)
     having = {name: at for name, (_, at) in learned_encodings(hooks).items()}
     of_shapes = {stack.name: stack.layers for stack in stacks(complete(model))}
@@ -307,7 +314,7 @@ def leaf_shapes(model: ModelConfig, layers: Sequence[Layer] = ()) -> dict[str, L
         return LeafShape(shape[1:], tuple(range(model.layers))) if path.startswith(LAYERS) else LeafShape(shape, None)
 
     whole = leaf_paths(Model(model, hooks=hooks).shapes)
-    return {path: of(path, tuple(leaf.shape)) for path, leaf in whole.items()}
+    return MappingProxyType({path: of(path, tuple(leaf.shape)) for path, leaf in whole.items()})
 
 
 def leaf_paths(tree: Any) -> dict[str, Any]:
