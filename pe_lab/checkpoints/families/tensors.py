@@ -300,7 +300,7 @@ def leaf_shapes(model: ModelConfig, layers: Sequence[Layer] = ()) -> Mapping[str
     return _leaf_shapes(model, tuple(layers))
 
 
-@functools.lru_cache(maxsize=256)  # a family is chosen among all of them, and each asks
+@functools.lru_cache(maxsize=256)  # every family that is tried for a model asks for them
 def _leaf_shapes(model: ModelConfig, layers: tuple[Layer, ...]) -> Mapping[str, LeafShape]:
     hooks = layer_hooks(layers, model.heads)
     having = {name: at for name, (_, at) in learned_encodings(hooks).items()}
