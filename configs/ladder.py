@@ -41,6 +41,8 @@ WINDOW = 512
 
 def encoding(method: str, window: int = WINDOW) -> Any:
     """The `positional` of a method in windows of so many tokens, or of a text."""
+    if method == "yarn":
+        return Rope(base=BASE, scaling=Yarn(factor=window / WINDOW, original_length=WINDOW))
     known = {
         "rope": Rope(base=BASE),
         "nope": NoPE(),
@@ -49,7 +51,6 @@ def encoding(method: str, window: int = WINDOW) -> Any:
         "p_rope_25": Rope(base=BASE, fraction=0.25),
         "partial_rope_10": PartialRope(base=BASE, fraction=0.1),
         "partial_rope_25": PartialRope(base=BASE, fraction=0.25),
-        "yarn": Rope(base=BASE, scaling=Yarn(factor=window / WINDOW, original_length=WINDOW)),
     }
     return known.get(method, method)
 

@@ -15,6 +15,7 @@ import pytest
 from pe_lab.config import Config, from_dict, to_json
 from pe_lab.errors import UserError
 from pe_lab.identity import config_hash
+from pe_lab.lab.claims.claim import claim_names, load_claim
 from pe_lab.model import preset
 from pe_lab.parallel import AxisRules, check_batch
 from pe_lab.parallel.sharding import AXES
@@ -104,6 +105,16 @@ def test_recipe_has_notes_and_a_docstring(reference):
         assert text.strip(), f"config.notes.{field} of {reference} is empty"
     assert f"python -m pe_lab.train --config=configs/{reference}" == config.notes.command
     assert _text(reference.partition(":")[0])
+
+
+@pytest.mark.parametrize("name", claim_names())
+def test_the_recipes_of_a_claims_arms(name):
+    """3 s for all. configs/extend.py needs a checkpoint."""
+    claim = load_claim(name)
+    for size in ("laptop", "paper") if claim.recipes else ("laptop",):
+        for arm in claim.at(size).all_arms:
+            if not arm.recipe.startswith("configs/extend.py"):
+                assert load_config(arm.reference(size, Path("runs"), seed=0)).phases
 
 
 def test_finetuning_on_chats():
