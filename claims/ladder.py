@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -69,6 +70,11 @@ def rung(width: int, seeds: int, device: str = "") -> dict[str, Arm]:
 
 
 RUNGS = {width: rung(width, seeds) for width, seeds in SEEDS.items()}
+# Widths at which NoPE does not reach its onset with 20 tokens a parameter, with as many as width 128 has in all.
+LONGER = {
+    width: of_width(width, "nope_longer", f"method=nope,per_parameter={each}", BEST["nope"], seeds=1)
+    for width, each in {64: 80, 96: 40}.items()
+}
 RATES = Rates(GRID, of=LOSS, within=0.001, arms=tuple(arm.name for arm in RUNGS[64].values()))
 
 
@@ -111,7 +117,7 @@ def size(values: Values, width: int) -> Size:
     """What the laws need of a rung."""
     dropped, control = (values[f"ladder{width}_{name}"][LOSS] for name in ("dropped", "rewarmed"))
     gaps = tuple(dropped[seed] - control[seed] for seed in sorted(dropped) if seed in control)
-    onsets = values[f"ladder{width}_nope"].get("onset", {})
+    onsets = values[LONGER[width].name if width in LONGER else f"ladder{width}_nope"].get("onset", {})
     return Size(
         parameters(width),
         SHARE * PER_PARAMETER * parameters(width),
@@ -129,7 +135,7 @@ def laws(values: Values) -> Mapping[str, Any]:
 def of_runs(directory: Any) -> dict[str, float]:
     """Losses by window, the bias toward the previous token, and of a model without positions its onset."""
     found = together(losses, previous_token_bias)(directory)
-    return found | (onset(directory) if "_nope__" in str(directory) else {})
+    return found | (onset(directory) if re.search("_nope(_longer)?__", str(directory)) else {})
 
 
 ARMS = {"nope": "NoPE", "dropped_half": "dropped after half", "dropped": "dropped after 87.5%"} | {
@@ -206,7 +212,7 @@ CLAIM = Claim(
     "(DroPE @ 16K) yields the best validation perplexity, while earlier dropping steadily degrades performance.",
     paper="ours, on DroPE, appendix D.1: its model of 494M has a perplexity of 21.73 when dropped after 87.5% of the "
     "steps, 21.72 without a drop, and 23.77 without positions from the start",
-    arms=tuple(arm for width in ORDER for arm in RUNGS[width].values()),
+    arms=(*(arm for width in ORDER for arm in RUNGS[width].values()), *LONGER.values()),
     criteria=tuple(
         Criterion(
             f"the gap at width {wider} is below that at width {width}", gap(wider), (gap(width),), lower=True, by=0.01,

@@ -11,7 +11,7 @@ from pe_lab.lab.claims.claim import load_claim
 
 def rung_values(width, gap, seeds=(0, 1, 2)):
     """The numbers of a rung whose gaps lie around `gap`, and whose NoPE never reaches its onset."""
-    losses = {"rewarmed": 3.0, "dropped": 3.0 + gap, "nope": 3.5}
+    losses = {"rewarmed": 3.0, "dropped": 3.0 + gap, "nope": 3.5, "nope_longer": 3.4}
     return {
         f"ladder{width}_{arm}": {"validation": {seed: loss + 0.01 * gap * seed for seed in seeds}}
         for arm, loss in losses.items()
@@ -67,14 +67,15 @@ def test_the_papers_size_is_extrapolated_to_if_both_later_rungs_lie_inside(tmp_p
 def test_the_factorial_finds_the_effects_that_its_numbers_have():
     """ln G falls by 0.7 with a larger share and by 0.3 with depth; NoPE comes 0.2 nats closer with more tokens."""
     claim = load_claim("ladder_factorial")
-    rows = claim.fits.__globals__["ROWS"]
+    rows, cells = (claim.fits.__globals__[name] for name in ("ROWS", "CELLS"))
     values = {}
     for n, (layers, tokens, share, _, _) in enumerate(rows):
         gap = 0.1 * math.exp(-0.35 * share + 0.15 * layers)
         for arm, loss in {"rewarmed": 3.0, "dropped": 3.0 + gap, "nope": 3.5 - 0.1 * tokens, "rope": 3.0}.items():
-            values[f"factorial{n}_{arm}"] = {"validation": {0: loss}}
+            values[cells[n][arm].name] = {"validation": {0: loss}}
         values[f"trigram{n}"] = {"validation": {0: 3.4}}
     found = claim.fits(values)
+    assert len(found["gaps short of it"]) == 8 and not found["gaps beyond the onset"]
     gap, short = found["effects on ln gap"], found["effects on NoPE over the table"]
     assert gap["share after the drop"] == pytest.approx(-0.7) and gap["layers"] == pytest.approx(0.3)
     assert short["tokens per parameter"] == pytest.approx(-0.2) and short["layers"] == pytest.approx(0, abs=1e-9)
