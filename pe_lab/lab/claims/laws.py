@@ -36,7 +36,7 @@ class Size:
       parameters: N, without the embedding.
       tokens: R, of the recalibration.
       gaps: G of each seed, in nats.
-      onsets: T of each seed, in tokens.
+      onsets: T of each seed that has reached it, in tokens.
     """
 
     parameters: float
@@ -128,10 +128,20 @@ def power_line(sizes: Sequence[Size]) -> FittedLine:
 
 
 def onset_lines(sizes: Sequence[Size]) -> tuple[FittedLine, FittedLine]:
-    """The onset law: ln G over R / T with the mean onset of each size, and ln T over ln N."""
-    points = [(one.tokens / _mean(one.onsets), _logarithm(gap)) for one in sizes for gap in one.gaps]
-    onsets = [(math.log(one.parameters), math.log(onset)) for one in sizes for onset in one.onsets]
-    return fit_line(*zip(*points, strict=True)), fit_line(*zip(*onsets, strict=True))
+    """The onset law: ln G over R / T, and ln T over ln N.
+
+    T is the mean onset of a size, and that of the line where none of its seeds has reached one.
+
+    Raises:
+      DataError: fewer than three onsets, or all of one size.
+    """
+    known = [(math.log(one.parameters), math.log(onset)) for one in sizes for onset in one.onsets]
+    line = fit_line([x for x, _ in known], [y for _, y in known])
+    onsets = [
+        _mean(one.onsets) if one.onsets else math.exp(line.a + line.b * math.log(one.parameters)) for one in sizes
+    ]
+    points = [(one.tokens / T, _logarithm(gap)) for one, T in zip(sizes, onsets, strict=True) for gap in one.gaps]
+    return fit_line(*zip(*points, strict=True)), line
 
 
 def by_power_law(sizes: Sequence[Size], parameters: float, seeds: int) -> Predicted:
@@ -153,7 +163,7 @@ def by_onset_law(sizes: Sequence[Size], parameters: float, tokens: float, seeds:
 def predictions(sizes: Sequence[Size], wanted: Mapping[str, tuple[float, float]], seeds: int) -> dict[str, Any]:
     """Both laws as JSON: what was fitted, and the gap of each wanted size {name: (parameters, tokens of the drop)}.
 
-    The onset law is left out where no seed of some size has reached its onset.
+    The onset law is left out where fewer than three seeds, or those of one size alone, have reached their onset.
     """
     found: dict[str, Any] = {
         "power law": {
@@ -162,7 +172,8 @@ def predictions(sizes: Sequence[Size], wanted: Mapping[str, tuple[float, float]]
         },
         "seeds": seeds,
     }
-    if not all(one.onsets for one in sizes):
+    reached = [one.onsets for one in sizes if one.onsets]
+    if len(reached) < 2 or sum(map(len, reached)) < 3:
         return found
     gap, onset = onset_lines(sizes)
     return found | {

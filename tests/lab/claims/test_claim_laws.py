@@ -67,10 +67,20 @@ def test_predictions_say_where_the_laws_differ():
     assert found["power law"]["exponent"]["low"] < found["power law"]["exponent"]["high"] < 0
 
 
-def test_a_size_that_never_reached_its_onset_leaves_the_power_law():
-    first, *others = made(np.random.default_rng(1), "power")
-    found = predictions([dataclasses.replace(first, onsets=()), *others], {"192": (2.95e6, 7.4e6)}, 3)
+def test_a_size_that_never_reached_its_onset_has_that_of_the_line():
+    """Without noise the line has the onset of the size that is taken away."""
+    first, *others = made(np.random.default_rng(1), "onset", noise=0)
+    gap, onset = onset_lines([dataclasses.replace(first, onsets=()), *others])
+    assert (gap.b, onset.b) == pytest.approx((-2.5, 0.6))
+
+
+def test_onsets_of_one_size_leave_the_power_law():
+    *others, last = made(np.random.default_rng(1), "power")
+    short = [dataclasses.replace(one, onsets=()) for one in others]
+    found = predictions([*short, last], {"192": (2.95e6, 7.4e6)}, 3)
     assert "onset law" not in found and found["power law"]["gaps"]["192"]["low"] > 0
+    with pytest.raises(DataError, match="at two sizes"):
+        onset_lines([*short, last])
 
 
 def test_what_has_no_law_is_refused():
