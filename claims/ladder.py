@@ -70,10 +70,10 @@ def rung(width: int, seeds: int, device: str = "") -> dict[str, Arm]:
 
 
 RUNGS = {width: rung(width, seeds) for width, seeds in SEEDS.items()}
-# Widths at which NoPE does not reach its onset with 20 tokens a parameter, with as many as width 128 has in all.
+# Widths at which NoPE does not reach its onset with 20 tokens a parameter.
 LONGER = {
     width: of_width(width, "nope_longer", f"method=nope,per_parameter={each}", BEST["nope"], seeds=1)
-    for width, each in {64: 80, 96: 40}.items()
+    for width, each in {64: 80, 96: 60}.items()
 }
 RATES = Rates(GRID, of=LOSS, within=0.001, arms=tuple(arm.name for arm in RUNGS[64].values()))
 
