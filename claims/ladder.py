@@ -70,7 +70,7 @@ def rung(width: int, seeds: int, device: str = "") -> dict[str, Arm]:
 
 
 RUNGS = {width: rung(width, seeds) for width, seeds in SEEDS.items()}
-# Widths at which NoPE does not reach its onset with 20 tokens a parameter.
+# Widths at which NoPE does not reach its onset with 20 tokens a parameter: the onset law is of these longer runs.
 LONGER = {
     width: of_width(width, "nope_longer", f"method=nope,per_parameter={each}", BEST["nope"], seeds=1)
     for width, each in {64: 80, 96: 60}.items()

@@ -31,7 +31,7 @@ FACTORS = (
 )
 LADDER = [(8, 64), 20, 0.125, 512, 2048]  # the rung of width 64
 ROWS = tuple((a, b, c, a * b, a * c) for c, b, a in itertools.product((-1, 1), repeat=3))
-SMALL = 0.1  # nats, a quarter of what the ladder's width 64 loses; in DroPE NoPE is 0.090 behind RoPE
+LITTLE = 0.1  # nats, a quarter of what the ladder's width 64 loses; in DroPE NoPE is 0.090 behind RoPE
 # Half of the tokens take another rate than an eighth. The ladder has that of the drop. That of its control is assumed
 # until its pilot is trained, whose precondition fails if another one is better.
 GRID, HALF_RATE = (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2), 8e-3
@@ -119,7 +119,7 @@ def effects(values: Values) -> Mapping[str, Any]:
     # A model that never reaches its onset has read more tokens than come after the drop.
     beyond = [R > T for R, T in zip(reads, onsets, strict=True)]
     found["gaps beyond the onset"] = [float(G) for G, past in zip(gaps, beyond, strict=True) if past]
-    found["gaps short of it"] = [float(G) for G, past in zip(gaps, beyond, strict=True) if not past]
+    found["gaps short of the onset"] = [float(G) for G, past in zip(gaps, beyond, strict=True) if not past]
     known = [(R / T, G) for R, T, G in zip(reads, onsets, gaps, strict=True) if T > 0 and G > 0]
     if len(known) > 2:
         line = fit_line([math.log(x) for x, _ in known], [math.log(G) for _, G in known])
@@ -134,7 +134,7 @@ CLAIM = Claim(
     arms=(CONTROL, *(arm for cell in CELLS for arm in cell.values())),
     criteria=tuple(
         Criterion(
-            f"combination {n}, with fewer tokens than that: it costs {SMALL:g} nats or more",
+            f"combination {n}: short of the onset, a drop costs {LITTLE:g} nats or more",
             gap(n),
             ("little: gap",),
             tolerance=0.01,
@@ -156,7 +156,7 @@ CLAIM = Claim(
     evaluation=None,
     measure=of_runs,
     references={f"trigram{n}": Reference(cell["nope"].name, trigram) for n, cell in enumerate(CELLS)}
-    | {"little": Reference(CELLS[0]["nope"].name, lambda config: {"gap": SMALL})},
+    | {"little": Reference(CELLS[0]["nope"].name, lambda config: {"gap": LITTLE})},
     fits=effects,
     curves={"gap after the drop, nats": {f"combination {n}": gap(n) for n in range(len(ROWS))}},
 )

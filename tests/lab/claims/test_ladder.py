@@ -45,6 +45,18 @@ def test_a_later_rung_is_compared_with_what_was_published(tmp_path, monkeypatch)
         claim.fits(rung_values(192, N**-0.2))
 
 
+def test_the_onsets_of_smaller_widths_are_those_of_longer_runs():
+    """Widths 96 and 128 give T = 6e6 (N / 1e6) ** -0.5; NoPE of width 64 has none, and T is that of the line."""
+    claim = load_claim("ladder")
+    values = {}
+    for width in (64, 96, 128):
+        values |= rung_values(width, 0.4)
+    values["ladder96_nope"]["onset"] = {0: 1.0}  # not what is read
+    for arm, width, seeds in (("nope_longer", 96, (0,)), ("nope", 128, (0, 1, 2))):
+        values[f"ladder{width}_{arm}"]["onset"] = dict.fromkeys(seeds, 6e6 * (80 * width**2 / 1e6) ** -0.5)
+    assert claim.fits(values)["onset law"]["exponent of the onset"]["middle"] == pytest.approx(-0.5)
+
+
 @pytest.mark.parametrize("gap_192", [None, 0.3])
 def test_the_papers_size_is_extrapolated_to_if_both_later_rungs_lie_inside(tmp_path, monkeypatch, gap_192):
     claim = load_claim("ladder_256")
@@ -75,7 +87,7 @@ def test_the_factorial_finds_the_effects_that_its_numbers_have():
             values[cells[n][arm].name] = {"validation": {0: loss}}
         values[f"trigram{n}"] = {"validation": {0: 3.4}}
     found = claim.fits(values)
-    assert len(found["gaps short of it"]) == 8 and not found["gaps beyond the onset"]
+    assert len(found["gaps short of the onset"]) == 8 and not found["gaps beyond the onset"]
     gap, short = found["effects on ln gap"], found["effects on NoPE over the table"]
     assert gap["share after the drop"] == pytest.approx(-0.7) and gap["layers"] == pytest.approx(0.3)
     assert short["tokens per parameter"] == pytest.approx(-0.2) and short["layers"] == pytest.approx(0, abs=1e-9)
