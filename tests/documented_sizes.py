@@ -128,6 +128,7 @@ def quick(module: str, arguments: list[str]) -> list[str]:
         added = [length, "--samples=1", "--max-new-tokens=4"]
         added += ["--buffer=64"] if suite[1] == "many_shot" else []
         added = added[2:] if suite[1] == "longbench" else added
+        added = added[:1] if "head_entropy" in arguments else added  # its prompts are read, and not answered
         names = {one.partition("=")[0] for one in [*added, "--heads-length"]}
         found = [one for one in found if one.partition("=")[0] not in names] + added
     config = next((one.partition("=")[2] for one in arguments if one.startswith("--config=")), None)
